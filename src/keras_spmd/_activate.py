@@ -1,0 +1,265 @@
+"""Switching keras.distribution on for torch: the one table of everything that is replaced.
+
+Each row says what of Keras or torch is replaced, with what, and why. Names are looked up when a
+row is applied, so a name that a new release moved fails at once, and `deactivate` puts back exactly
+what was there. The rows hold for the versions in `_versions.py`.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_spmd._versions import check_versions
+
+
+class Patch(NamedTuple):
+    """One replacement. `make` gets what was there and returns what takes its place."""
+
+    module: str
+    name: str
+    make: Callable[[Any], Any]
+    why: str
+    everywhere: bool = False
+
+
+_ABSENT = object()
+_undo: list[Callable[[], object]] = []
+
+
+def patches() -> list[Patch]:
+    """The table."""
+    from keras_spmd import (
+        _coverage,
+        _initial_values,
+        _meshes,
+        _promotion,
+        _reading,
+        _variables,
+        distribution_lib,
+    )
+    from keras_spmd.rules import fallback, writing
+
+    def use(value: Any) -> Callable[[Any], Any]:
+        return lambda original: value
+
+    dispatcher = "torch.distributed.tensor._dispatch"
+    dtensor = "torch.distributed.tensor"
+    keras_dist = "keras.src.distribution.distribution_lib"
+    torch_core = "keras.src.backend.torch.core"
+    return [
+        # The backend's distribution library, under the names that Keras and scripts import it by.
+        Patch(
+            "keras.src.backend.torch",
+            "distribution_lib",
+            use(distribution_lib),
+            "Keras has none for torch; scripts import it from here",
+        ),
+        Patch(
+            "keras.src.backend",
+            "distribution_lib",
+            use(distribution_lib),
+            "is None on torch",
+        ),
+        Patch(
+            keras_dist,
+            "distribution_lib",
+            use(distribution_lib),
+            "was imported as None",
+        ),
+        # Setting a distribution.
+        Patch(
+            keras_dist,
+            "set_distribution",
+            _meshes.set_distribution_or,
+            "promotion of plain tensors goes on and off with the distribution",
+            everywhere=True,
+        ),
+        Patch(
+            "keras.src.backend.common.global_state",
+            "clear_session",
+            _meshes.clear_session_or,
+            "it drops the distribution without telling anybody",
+            everywhere=True,
+        ),
+        Patch(
+            keras_dist,
+            "DeviceMesh.__init__",
+            _meshes.device_mesh_init_or,
+            "a mesh that is too large says how to start enough processes",
+        ),
+        Patch(
+            keras_dist,
+            "LayoutMap.__getitem__",
+            use(_coverage.look_up),
+            "matches each path once, and remembers which keys matched",
+        ),
+        Patch(
+            "keras.src.optimizers.base_optimizer",
+            "BaseOptimizer.build",
+            _meshes.optimizer_build_or,
+            "training starts here: the time to say which layouts were never used",
+        ),
+        # Variables.
+        Patch(
+            torch_core,
+            "Variable._initialize",
+            _variables.initialize_or,
+            "a value becomes this rank's shard",
+        ),
+        Patch(
+            torch_core,
+            "Variable._initialize_with_initializer",
+            _variables.initialize_with_initializer_or,
+            "initial values are made shard by shard",
+        ),
+        Patch(
+            torch_core,
+            "Variable._direct_assign",
+            _variables.direct_assign_or,
+            "an assigned value takes the variable's layout",
+        ),
+        Patch(
+            torch_core,
+            "Variable.assign_add",
+            _variables.promoting_outside_of_scope,
+            "adds a plain tensor to a sharded variable, also outside of the scope",
+        ),
+        Patch(
+            torch_core,
+            "Variable.assign_sub",
+            _variables.promoting_outside_of_scope,
+            "subtracts a plain tensor from a sharded variable, also outside of the scope",
+        ),
+        Patch(
+            "keras.src.initializers.random_initializers",
+            "random",
+            use(_initial_values.recorder),
+            "lets an initializer say what it would draw, without drawing it",
+        ),
+        Patch(
+            "keras.src.layers.layer",
+            "Layer.__call__",
+            _variables.layer_call_or,
+            "sharded layers work outside of their scope; plain ones inside of it are reported",
+        ),
+        # DTensor.
+        Patch(
+            dispatcher,
+            "OpDispatcher._allow_implicit_replication",
+            use(_promotion.torch_switch),
+            "torch's context manager would switch promotion off inside of a distribution",
+        ),
+        Patch(
+            dispatcher,
+            "OpDispatcher._try_replicate_spec_for_scalar_tensor",
+            _promotion.replicated_spec_or,
+            "checks promoted tensors on demand; torch's warns of every tensor of shape (1,)",
+        ),
+        Patch(
+            dispatcher,
+            "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
+            fallback.replicating_or,
+            "an op without a rule runs replicated instead of failing",
+        ),
+        Patch(
+            dispatcher,
+            "OpDispatcher._dispatch_fast_path_python_tail",
+            writing.finishing_or,
+            "in-place ops on plain tensors, and on views along a sharded dim",
+        ),
+        Patch(
+            dtensor,
+            "DTensor.__array__",
+            use(_reading.to_array),
+            "np.array(dtensor) fails in torch",
+        ),
+        Patch(
+            dtensor,
+            "DTensor.numpy",
+            use(_reading.to_numpy),
+            "fails in torch",
+        ),
+        Patch(
+            dtensor,
+            "DTensor.tolist",
+            use(_reading.to_list),
+            "fails in torch",
+        ),
+    ]
+
+
+def activate() -> bool:
+    """Make `keras.distribution` work on torch. Importing `keras_spmd` does this.
+
+    Returns:
+        Whether it is active: on other backends Keras needs no help and nothing is done.
+
+    Example:
+
+    >>> import keras_spmd
+    >>> keras_spmd.deactivate()
+    >>> keras_spmd.activate()
+    True
+    """
+    if keras.config.backend() != "torch":
+        return False
+    if _undo:
+        return True
+    import torch
+
+    check_versions(keras.__version__, torch.__version__)
+    from keras_spmd import _processes, distribution_lib, rules
+
+    _processes.bind_device()
+    module_name = "keras.src.backend.torch.distribution_lib"
+    sys.modules[module_name] = distribution_lib
+    _undo.append(lambda: sys.modules.pop(module_name, None))
+    for patch in patches():
+        _apply(patch)
+    rules.install()
+    _undo.append(rules.uninstall)
+    return True
+
+
+def deactivate() -> None:
+    """Give Keras and torch back exactly what they had.
+
+    Example:
+
+    >>> import keras_spmd
+    >>> keras_spmd.deactivate()
+    """
+    if not _undo:
+        return
+    keras.distribution.set_distribution(None)
+    while _undo:
+        _undo.pop()()
+
+
+def _apply(patch: Patch) -> None:
+    module = importlib.import_module(patch.module)
+    *path, attribute = patch.name.split(".")
+    owner = functools.reduce(getattr, path, module)
+    original = vars(owner).get(attribute, _ABSENT)
+    inherited = getattr(owner, attribute, None) if original is _ABSENT else original
+    replacement = patch.make(inherited)
+    _replace(owner, attribute, original, replacement)
+    if patch.everywhere:
+        # Keras's public modules import functions by name.
+        for name, other in list(sys.modules.items()):
+            if name.split(".")[0] == "keras" and other is not module:
+                for key, value in list(vars(other).items()):
+                    if value is inherited:
+                        _replace(other, key, value, replacement)
+
+
+def _replace(owner: Any, attribute: str, original: Any, replacement: Any) -> None:
+    setattr(owner, attribute, replacement)
+    if original is _ABSENT:
+        _undo.append(lambda: delattr(owner, attribute))
+    else:
+        _undo.append(lambda: setattr(owner, attribute, original))

@@ -1,0 +1,216 @@
+"""Keras meshes and layouts as torch meshes and placements: validated, and made once.
+
+"Axis" is always a mesh axis and "dim" always a tensor dim.
+
+Mesh axes of size 1 cost nothing because they don't exist below this file: a Keras mesh of (1, 4)
+becomes a torch mesh of 4, and on a mesh of one device tensors stay plain tensors.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from keras.src.backend.common import global_state
+from keras.src.distribution import distribution_lib as keras_distribution
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from keras_spmd import _processes
+
+
+class BackendLayout(NamedTuple):
+    """What a Keras `TensorLayout` is to torch."""
+
+    device_mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+class _Meshes(NamedTuple):
+    full: DeviceMesh
+    compute: DeviceMesh
+
+
+_meshes: dict[tuple, _Meshes] = {}
+_meshes_group: object = None
+
+
+def active_distribution() -> Any:
+    """The Keras distribution in effect, or None."""
+    return global_state.get_global_attribute("distribution")
+
+
+def active_mesh() -> DeviceMesh | None:
+    """The torch mesh that tensors live on now; None without a distribution or on a mesh of one."""
+    distribution = active_distribution()
+    return None if distribution is None else compute_mesh(distribution.device_mesh)
+
+
+def is_mesh_of_one(keras_mesh: Any) -> bool:
+    return math.prod(keras_mesh.shape) == 1
+
+
+def backend_mesh(keras_mesh: Any) -> DeviceMesh:
+    """The torch mesh with all axes of the Keras mesh, those of size 1 too."""
+    return _torch_meshes(keras_mesh).full
+
+
+def compute_mesh(keras_mesh: Any) -> DeviceMesh | None:
+    """The torch mesh without the axes of size 1; None on a mesh of one."""
+    if is_mesh_of_one(keras_mesh):
+        return None
+    return _torch_meshes(keras_mesh).compute
+
+
+def _torch_meshes(keras_mesh: Any) -> _Meshes:
+    global _meshes_group
+    _processes.ensure_group()
+    if _meshes_group is not dist.group.WORLD:
+        _meshes.clear()
+        _meshes_group = dist.group.WORLD
+    key = (tuple(keras_mesh.shape), tuple(keras_mesh.axis_names), tuple(keras_mesh.devices.flat))
+    if key not in _meshes:
+        full = _make_torch_mesh(keras_mesh)
+        wide = tuple(
+            name
+            for name, size in zip(keras_mesh.axis_names, keras_mesh.shape, strict=True)
+            if size > 1
+        )
+        # Slices of a mesh are new objects each time: keep ours.
+        compute = full if not wide or len(wide) == full.ndim else full[wide]
+        _meshes[key] = _Meshes(full, compute)
+    return _meshes[key]
+
+
+def _make_torch_mesh(keras_mesh: Any) -> DeviceMesh:
+    kinds, ranks = [], []
+    for name in keras_mesh.devices.flat:
+        kind, _, number = str(name).partition(":")
+        kinds.append("cuda" if kind in ("gpu", "cuda") else kind)
+        ranks.append(int(number or 0))
+    if len(set(kinds)) > 1:
+        raise ValueError(f"{keras_mesh} mixes devices of the kinds {sorted(set(kinds))}.")
+    check_covers_world(keras_mesh.shape, ranks)
+    return DeviceMesh(
+        kinds[0],
+        torch.tensor(np.reshape(ranks, keras_mesh.shape)),
+        mesh_dim_names=tuple(keras_mesh.axis_names),
+    )
+
+
+def check_covers_world(shape: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise unless the mesh holds every process of the job exactly once."""
+    world_size = _processes.num_processes()
+    if len(ranks) > world_size or (len(set(ranks)) == len(ranks) and max(ranks) >= world_size):
+        raise ValueError(
+            f"A mesh of shape {tuple(shape)} needs {len(ranks)} devices, and this job has "
+            f"{world_size} (one for each process). Start it with\n    "
+            + _processes.launch_command(max(len(ranks), max(ranks) + 1))
+        )
+    if sorted(ranks) != list(range(world_size)):
+        raise ValueError(
+            f"A mesh of shape {tuple(shape)} holds the devices {sorted(ranks)}, but this job has "
+            f"the devices {list(range(world_size))}: a mesh must cover each of them exactly once. "
+            f"Use a mesh of {world_size} devices, or start as many processes as the mesh has."
+        )
+
+
+def backend_layout(layout: Any) -> BackendLayout:
+    """The torch mesh and placements of a `TensorLayout`, for a tensor of at least its dims."""
+    if layout.device_mesh is None:
+        raise ValueError(
+            "Cannot create sharding when device mesh is not set for TensorLayout. "
+            f"Received: layout={layout}"
+        )
+    placements = placements_of(layout)
+    mesh = compute_mesh(layout.device_mesh)
+    if mesh is None:
+        mesh = backend_mesh(layout.device_mesh)
+        placements = (Replicate(),) * mesh.ndim
+    return BackendLayout(mesh, placements)
+
+
+def placements_of(
+    layout: Any, shape: Sequence[int] | None = None, *, what: str = "a tensor"
+) -> tuple[Placement, ...]:
+    """One placement for each axis of the compute mesh.
+
+    Dims that the layout doesn't name are not sharded. `what` names the tensor in errors.
+    """
+    axes = tuple(layout.axes)
+    if shape is not None and len(axes) > len(shape):
+        raise ValueError(
+            f"The layout {axes} names {len(axes)} dims, but {what} has shape {tuple(shape)}: "
+            f"{len(shape)} dims. Give it at most {len(shape)}, e.g. {axes[: len(shape)]}."
+        )
+    twice = [axis for axis in set(axes) if axis is not None and axes.count(axis) > 1]
+    if twice:
+        raise ValueError(
+            f"The layout {axes} for {what} uses the mesh axis {twice[0]!r} for more than one dim. "
+            "An axis can shard one dim only; put None at the others."
+        )
+    mesh = layout.device_mesh
+    placements: list[Placement] = []
+    for name, count in zip(mesh.axis_names, mesh.shape, strict=True):
+        if count == 1:
+            continue
+        dim = axes.index(name) if name in axes else None
+        if dim is None or (shape is not None and leaves_a_rank_empty(shape[dim], count)):
+            placements.append(Replicate())
+        else:
+            placements.append(Shard(dim))
+    return tuple(placements)
+
+
+def leaves_a_rank_empty(size: int, count: int) -> bool:
+    """Whether a dim of this size, sharded over `count` ranks, is too small for all of them.
+
+    Such a dim is not sharded: it is tiny, and many ops fail on the rank that would have nothing.
+    """
+    return -(-size // count) * (count - 1) >= size
+
+
+def local_shape_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which part of a tensor of this global shape this rank holds."""
+    local_shape, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    return tuple(local_shape), tuple(offset)
+
+
+def local_slice(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """This rank's part of a global tensor that every rank holds whole."""
+    shape, offset = local_shape_and_offset(tensor.shape, mesh, placements)
+    for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
+        if size != tensor.shape[dim]:
+            # An empty shard's offset may lie behind the end.
+            tensor = tensor.narrow(dim, min(start, tensor.shape[dim] - size), size)
+    return tensor
+
+
+def wrap_local(
+    local_tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+) -> DTensor:
+    """A DTensor of this global shape from this rank's part. Not differentiable."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local_tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def describe(layout: Any) -> str:
+    mesh = layout.device_mesh
+    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.axis_names, mesh.shape, strict=True))
+    return f"layout {tuple(layout.axes)} on mesh ({sizes})"
+
+
+def replicated_layout(keras_mesh: Any, ndim: int) -> Any:
+    return keras_distribution.TensorLayout([None] * ndim, keras_mesh)

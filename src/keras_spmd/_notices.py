@@ -1,0 +1,40 @@
+"""What the user is told: once, and with the layer it happened in."""
+
+import warnings
+
+import torch
+from keras.src.backend.common.name_scope import current_path
+
+_told: set[object] = set()
+
+
+class ShardingWarning(UserWarning):
+    """Something works, but not the way a user would want it to.
+
+    Example:
+
+    >>> import warnings
+    >>> warnings.filterwarnings("error", category=ShardingWarning)  # make them all errors
+    """
+
+
+def warn_once(key: object, message: str) -> None:
+    """Warn, unless a warning with this key was given before."""
+    if key in _told:
+        return
+    _told.add(key)
+    warnings.warn(message, ShardingWarning, stacklevel=2)
+
+
+def forget_notices() -> None:
+    """Let every warning be given again."""
+    _told.clear()
+
+
+def where() -> str:
+    """The place in the model that runs now, for a message."""
+    # Name scopes are closed again when autograd walks back through the layers.
+    if torch._C._current_graph_task_id() != -1:
+        return "in the backward pass"
+    path = current_path()
+    return f"in layer '{path}'" if path else "outside of any layer"

@@ -1,0 +1,27 @@
+"""Reading a DTensor on the host: numpy arrays and lists are the global values."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """The global tensor, on every rank and in host memory, without a gradient."""
+    return tensor.detach().full_tensor().cpu()
+
+
+def to_array(self: DTensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    """`np.array(dtensor)`."""
+    return np.array(whole(self).numpy(), dtype=dtype)
+
+
+def to_numpy(self: DTensor, *, force: bool = False) -> np.ndarray:
+    """`dtensor.numpy()`, with torch's rules for tensors that have a gradient or are not on CPU."""
+    return self.full_tensor().numpy(force=force)
+
+
+def to_list(self: DTensor) -> Any:
+    """`dtensor.tolist()`."""
+    return whole(self).tolist()

@@ -1,0 +1,42 @@
+"""Every environment variable that keras-spmd reads, in one place.
+
+They are read when they are needed, so that a program (or a test) may change them while it runs.
+"""
+
+import os
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _number(name: str, default: float) -> float:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name} must be a number, got {text!r}."
+        ) from None
+
+
+def check() -> bool:
+    """`KERAS_SPMD_CHECK=1`: verify that promoted plain tensors are equal on all ranks."""
+    return _flag("KERAS_SPMD_CHECK")
+
+
+def strict() -> bool:
+    """`KERAS_SPMD_STRICT=1`: an op that would run replicated is an error instead of a warning."""
+    return _flag("KERAS_SPMD_STRICT")
+
+
+def join_timeout() -> float:
+    """`KERAS_SPMD_JOIN_TIMEOUT`: how many seconds to wait for all ranks to arrive."""
+    return _number("KERAS_SPMD_JOIN_TIMEOUT", 300.0)
+
+
+def large_share() -> float:
+    """`KERAS_SPMD_LARGE_SHARE`: the share of a model that makes a variable a large one."""
+    return _number("KERAS_SPMD_LARGE_SHARE", 0.25)

@@ -1,0 +1,9 @@
+"""Sharding rules by family. Importing this package lists them; `install` makes them count."""
+
+from keras_spmd.rules import attention as attention
+from keras_spmd.rules import convolution as convolution
+from keras_spmd.rules import losses as losses
+from keras_spmd.rules import normalization as normalization
+from keras_spmd.rules import scalars as scalars
+from keras_spmd.rules._registry import install as install
+from keras_spmd.rules._registry import uninstall as uninstall

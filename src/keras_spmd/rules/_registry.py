@@ -1,0 +1,101 @@
+"""The list of all rules, and how they get into DTensor and out again.
+
+A rule is one of two kinds:
+
+- `@sharding(...)` lists placements for which the op is right when every rank runs it on its own
+  part. It goes in through torch's public `register_sharding`, and torch picks the cheapest.
+- `@handler(...)` computes the op itself, where more is needed than that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.experimental import register_sharding
+
+_shardings: list[tuple[str, Callable]] = []
+_handlers: list[tuple[str, Callable]] = []
+_saved: list[tuple[dict, Any, Any]] = []
+_ABSENT = object()
+
+
+def sharding(*op_names: str) -> Callable[[Callable], Callable]:
+    """Register placements for ops by name, e.g. 'aten.convolution.default'."""
+
+    def register(function: Callable) -> Callable:
+        _shardings.extend((name, function) for name in op_names)
+        return function
+
+    return register
+
+
+def handler(*op_names: str) -> Callable[[Callable], Callable]:
+    """Register a function `(op, args, kwargs) -> result` for ops by name."""
+
+    def register(function: Callable) -> Callable:
+        _handlers.extend((name, function) for name in op_names)
+        return function
+
+    return register
+
+
+def install() -> None:
+    """Put all rules into DTensor."""
+    dispatcher = DTensor._op_dispatcher
+    for name, function in _shardings:
+        op = _find(name)
+        if op is not None:
+            for table in _tables():
+                _save(table, op)
+                table.pop(op, None)
+            register_sharding(op)(function)
+    for name, function in _handlers:
+        op = _find(name)
+        if op is not None:
+            _save(dispatcher._custom_op_handlers, op)
+            dispatcher._custom_op_handlers[op] = function
+    _clear_sharding_prop_cache()
+
+
+def uninstall() -> None:
+    """Give DTensor its own rules back."""
+    while _saved:
+        table, op, value = _saved.pop()
+        if value is _ABSENT:
+            table.pop(op, None)
+        else:
+            table[op] = value
+    _clear_sharding_prop_cache()
+
+
+def _tables() -> list[dict]:
+    """Everywhere in torch 2.11 to 2.15 that may hold a rule for an op.
+
+    `register_sharding` writes into one of them only, and the others would win over it.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    names = (
+        "op_strategy_funcs",
+        "op_to_rules",
+        "op_to_schema_info",
+        "op_single_dim_strategy_funcs",
+        "op_to_schema_info_for_single_dim_strategy",
+    )
+    tables = [getattr(propagator, name) for name in names if hasattr(propagator, name)]
+    return [DTensor._op_dispatcher._custom_op_handlers, *tables]
+
+
+def _save(table: dict, op: Any) -> None:
+    _saved.append((table, op, table.get(op, _ABSENT)))
+
+
+def _find(name: str) -> Any:
+    """The op of this name, or None where this build of torch has no such op."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found

@@ -1,0 +1,100 @@
+"""Local tensors and placements, for code that runs inside of DTensor's dispatch.
+
+Autograd is above this level, so nothing here is differentiable, and nothing needs to be.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.utils._pytree import tree_leaves
+
+Placements = tuple[Placement, ...]
+
+
+def mesh_of(*structures: Any) -> DeviceMesh:
+    """The mesh of the first DTensor among these arguments."""
+    return next(x.device_mesh for x in tree_leaves(structures) if isinstance(x, DTensor))
+
+
+def replicated(mesh: DeviceMesh) -> Placements:
+    return (Replicate(),) * mesh.ndim
+
+
+def is_replicated(tensor: DTensor) -> bool:
+    return all(p.is_replicate() for p in tensor.placements)
+
+
+def without_partial(placements: Sequence[Placement]) -> Placements:
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+def local_as(tensor: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
+    """This rank's part of `tensor` when it has these placements. None stays None.
+
+    A plain tensor is the same on every rank, so it counts as replicated.
+    """
+    if tensor is None:
+        return None
+    if isinstance(tensor, DTensor):
+        local_tensor, source = tensor._local_tensor, tensor._spec
+    else:
+        local_tensor, source = tensor, _spec(tensor, mesh, replicated(mesh))
+    placements = tuple(placements)
+    if source.placements != placements:
+        target = DTensorSpec(mesh, placements, tensor_meta=source.tensor_meta)
+        local_tensor = redistribute_local_tensor(local_tensor, source, target)
+    if isinstance(local_tensor, AsyncCollectiveTensor):
+        local_tensor = local_tensor.wait()
+    return local_tensor
+
+
+def to_replicated(tensor: DTensor) -> torch.Tensor:
+    """The global tensor."""
+    return local_as(tensor, tensor.device_mesh, replicated(tensor.device_mesh))
+
+
+def _spec(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensorSpec:
+    meta = TensorMeta(shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+
+def wrap(
+    local_tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None = None,
+) -> DTensor:
+    """A DTensor from this rank's part. `shape` is the global one, if it is another."""
+    if isinstance(local_tensor, AsyncCollectiveTensor):
+        local_tensor = local_tensor.wait()
+    spec = _spec(local_tensor, mesh, tuple(placements))
+    if shape is not None and tuple(shape) != tuple(local_tensor.shape):
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        meta = TensorMeta(shape=torch.Size(shape), stride=stride, dtype=local_tensor.dtype)
+        spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local_tensor, spec, requires_grad=False)
+
+
+def overwrite(target: DTensor, value: torch.Tensor) -> None:
+    """Write a global value, that every rank has, into the shards of `target`."""
+    mesh = target.device_mesh
+    source = _spec(value, mesh, replicated(mesh))
+    wanted = DTensorSpec(mesh, target.placements, tensor_meta=source.tensor_meta)
+    target._local_tensor.copy_(redistribute_local_tensor(value, source, wanted))
+
+
+def nbytes(tensor: DTensor) -> int:
+    """Bytes of the global tensor."""
+    return tensor.numel() * tensor._local_tensor.element_size()
+
+
+def has_no_empty_shard(size: int, mesh: DeviceMesh) -> bool:
+    """Whether a dim of this size gives every rank at least one element, on any axes of the mesh."""
+    counts = {*mesh.shape, mesh.size()}
+    return all(-(-size // n) * (n - 1) < size for n in counts)

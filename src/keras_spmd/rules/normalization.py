@@ -1,0 +1,250 @@
+"""Batch normalization with the statistics of the global batch.
+
+torch's rule gathers the activations whenever the batch is sharded. Mean and variance of the whole
+follow from those of the parts, so one small all-gather is enough: counts, means and sums of
+squares of each channel.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from keras_spmd.rules._registry import handler
+from keras_spmd.rules._specs import (
+    has_no_empty_shard,
+    local_as,
+    mesh_of,
+    overwrite,
+    replicated,
+    to_replicated,
+    without_partial,
+    wrap,
+)
+
+CHANNELS = 1
+
+
+def _layout(x: DTensor, mesh: DeviceMesh) -> tuple[list[Placement], list[Placement], list[int]]:
+    """Placements of the input and of a vector with an entry for each channel, and the mesh axes
+    that the statistics must be combined over."""
+    x_like: list[Placement] = []
+    for p in without_partial(x.placements):
+        usable = isinstance(p, Shard) and (
+            p.dim != CHANNELS or has_no_empty_shard(x.shape[CHANNELS], mesh)
+        )
+        x_like.append(p if usable else Replicate())
+    channel_like: list[Placement] = [
+        Shard(0) if p == Shard(CHANNELS) else Replicate() for p in x_like
+    ]
+    combined = [axis for axis, p in enumerate(x_like) if isinstance(p, Shard) and p.dim != CHANNELS]
+    return x_like, channel_like, combined
+
+
+def _per_channel(values: torch.Tensor, ndim: int) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (ndim - 2))
+
+
+def _statistics(
+    x: torch.Tensor, mesh: DeviceMesh, combined: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count, mean and (biased) variance of each channel, over all ranks that share it."""
+    dims = [d for d in range(x.ndim) if d != CHANNELS]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    count = wide.new_full((x.shape[CHANNELS],), x.numel() // max(1, x.shape[CHANNELS]))
+    if x.numel():
+        mean = wide.mean(dims)
+        spread = (wide - _per_channel(mean, x.ndim)).square().sum(dims)
+    else:
+        mean, spread = torch.zeros_like(count), torch.zeros_like(count)
+    for axis in combined:
+        parts = funcol.all_gather_tensor(torch.stack([count, mean, spread])[None], 0, (mesh, axis))
+        counts, means, spreads = parts.unbind(1)
+        count = counts.sum(0)
+        mean = (counts * means).sum(0) / count
+        spread = (spreads + counts * (means - mean).square()).sum(0)
+    return count, mean, spread / count
+
+
+def _update_running(running: Any, new: torch.Tensor, momentum: float, mesh: DeviceMesh) -> None:
+    """`running = (1 - momentum) * running + momentum * new`, in place; `new` is the global one."""
+    if running is None:
+        return
+    old = to_replicated(running) if isinstance(running, DTensor) else running
+    value = torch.lerp(old, new.to(old.dtype), momentum)
+    if isinstance(running, DTensor):
+        overwrite(running, value)
+    else:
+        running.copy_(value)
+
+
+def _train(
+    x: DTensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[DTensor, DTensor, DTensor]:
+    mesh = mesh_of(x, weight, bias, running_mean, running_var)
+    if not isinstance(x, DTensor):
+        x = wrap(x, mesh, replicated(mesh))
+    x_like, channel_like, combined = _layout(x, mesh)
+    local_x = local_as(x, mesh, x_like)
+    count, mean, var = _statistics(local_x, mesh, combined)
+    channels = (x.shape[CHANNELS],)
+    for running, new in (
+        (running_mean, mean),
+        (running_var, var * (count / (count - 1).clamp(min=1))),
+    ):
+        if running is not None:
+            whole = local_as(wrap(new, mesh, channel_like, channels), mesh, replicated(mesh))
+            _update_running(running, whole, momentum, mesh)
+    output = torch.ops.aten.native_batch_norm(
+        local_x,
+        local_as(weight, mesh, channel_like),
+        local_as(bias, mesh, channel_like),
+        mean,
+        var,
+        False,
+        momentum,
+        eps,
+    )[0]
+    return (
+        wrap(output, mesh, x_like, x.shape),
+        wrap(mean, mesh, channel_like, channels),
+        wrap((var + eps).rsqrt(), mesh, channel_like, channels),
+    )
+
+
+def _apply(
+    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> tuple[DTensor, DTensor, DTensor]:
+    """Inference: every element by itself, so any sharding will do."""
+    mesh = mesh_of(x, weight, bias, running_mean, running_var)
+    if not isinstance(x, DTensor):
+        x = wrap(x, mesh, replicated(mesh))
+    x_like, channel_like, _ = _layout(x, mesh)
+    output, *_ = torch.ops.aten.native_batch_norm(
+        local_as(x, mesh, x_like),
+        local_as(weight, mesh, channel_like),
+        local_as(bias, mesh, channel_like),
+        local_as(running_mean, mesh, channel_like),
+        local_as(running_var, mesh, channel_like),
+        False,
+        momentum,
+        eps,
+    )
+    empty = output.new_empty(0)
+    nothing = wrap(empty, mesh, replicated(mesh))
+    return wrap(output, mesh, x_like, x.shape), nothing, nothing
+
+
+def _backward(
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
+) -> tuple[DTensor, DTensor, DTensor]:
+    mesh = mesh_of(grad, x, weight)
+    if not isinstance(x, DTensor):
+        x = wrap(x, mesh, replicated(mesh))
+    x_like, channel_like, combined = _layout(x, mesh)
+    local_x, local_grad = local_as(x, mesh, x_like), local_as(grad, mesh, x_like)
+    wide = torch.promote_types(local_x.dtype, torch.float32)
+    if train:
+        mean, invstd = (local_as(s, mesh, channel_like).to(wide) for s in (save_mean, save_invstd))
+    else:
+        mean = local_as(running_mean, mesh, channel_like).to(wide)
+        invstd = (local_as(running_var, mesh, channel_like).to(wide) + eps).rsqrt()
+    dims = [d for d in range(x.ndim) if d != CHANNELS]
+    dy = local_grad.to(wide)
+    x_hat = (local_x.to(wide) - _per_channel(mean, x.ndim)) * _per_channel(invstd, x.ndim)
+    sums = torch.stack([dy.sum(dims), (dy * x_hat).sum(dims)])
+    for axis in combined:
+        sums = funcol.all_reduce(sums, "sum", (mesh, axis))
+    sum_dy, sum_dy_x_hat = sums.unbind(0)
+    if train:
+        count = x.numel() / x.shape[CHANNELS]
+        dy = (
+            dy
+            - _per_channel(sum_dy / count, x.ndim)
+            - x_hat * _per_channel(sum_dy_x_hat / count, x.ndim)
+        )
+    scale = invstd
+    if weight is not None:
+        scale = scale * local_as(weight, mesh, channel_like).to(wide)
+    channels, dtype = (x.shape[CHANNELS],), weight.dtype if weight is not None else wide
+    return (
+        wrap((dy * _per_channel(scale, x.ndim)).to(local_x.dtype), mesh, x_like, x.shape),
+        wrap(sum_dy_x_hat.to(dtype), mesh, channel_like, channels),
+        wrap(sum_dy.to(dtype), mesh, channel_like, channels),
+    )
+
+
+@handler("aten.native_batch_norm.default", "aten._native_batch_norm_legit.default")
+def batch_norm(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    x, weight, bias, running_mean, running_var, training, momentum, eps = args
+    run = _train if training else _apply
+    return run(x, weight, bias, running_mean, running_var, momentum, eps)
+
+
+@handler("aten._native_batch_norm_legit.no_stats")
+def batch_norm_without_running(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    x, weight, bias, _, momentum, eps = args
+    return _train(x, weight, bias, None, None, momentum, eps)
+
+
+@handler("aten._native_batch_norm_legit_no_training.default")
+def batch_norm_inference(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    return _apply(*args)
+
+
+@handler("aten._batch_norm_with_update.default")
+def batch_norm_with_update(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    outputs = _train(*args)
+    return *outputs, _no_reserve(outputs[0])
+
+
+@handler("aten.cudnn_batch_norm.default")
+def cudnn_batch_norm(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    x, weight, bias, running_mean, running_var, training, momentum, eps = args
+    run = _train if training else _apply
+    outputs = run(x, weight, bias, running_mean, running_var, momentum, eps)
+    return *outputs, _no_reserve(outputs[0])
+
+
+def _no_reserve(output: DTensor) -> DTensor:
+    """cuDNN's workspace, which the backward rule here doesn't need."""
+    empty = output._local_tensor.new_empty(0, dtype=torch.uint8)
+    return wrap(empty, output.device_mesh, replicated(output.device_mesh))
+
+
+def _masked(grads: tuple, mask: Any) -> tuple:
+    return tuple(g if wanted else None for g, wanted in zip(grads, mask, strict=True))
+
+
+@handler("aten.native_batch_norm_backward.default")
+def batch_norm_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    *inputs, output_mask = args
+    return _masked(_backward(*inputs), output_mask)
+
+
+@handler("aten.batch_norm_backward.default")
+def batch_norm_with_update_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    *inputs, output_mask, _reserve = args
+    return _masked(_backward(*inputs), output_mask)
+
+
+@handler("aten.cudnn_batch_norm_backward.default")
+def cudnn_batch_norm_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    x, grad, weight, running_mean, running_var, save_mean, save_invstd, eps, _reserve = args
+    return _backward(grad, x, weight, running_mean, running_var, save_mean, save_invstd, True, eps)
