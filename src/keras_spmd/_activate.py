@@ -146,6 +146,12 @@ def patches() -> list[Patch]:
             _variables.layer_call_or,
             "sharded layers work outside of their scope; plain ones inside of it are reported",
         ),
+        Patch(
+            "keras.src.utils.torch_utils",
+            "TorchModuleWrapper._track_module_parameters",
+            _variables.track_module_parameters_or,
+            "the wrapped module must compute with the sharded parameters",
+        ),
         # DTensor.
         Patch(
             dispatcher,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_spmd import _settings
+from keras_spmd import _layouts, _settings
 from keras_spmd._notices import warn_once
 
 
@@ -92,6 +92,8 @@ def warn_of_gaps(distribution: Any) -> None:
                 "its layout is not used. Keys are regular expressions that must match a whole "
                 f"path; paths of this model are {paths or '(none yet)'} ...",
             )
+    if _layouts.is_mesh_of_one(distribution.device_mesh):
+        return
     total = sum(size for _, size, _ in record.variables.values())
     for path, (shape, size, named) in record.variables.items():
         if not named and size > _settings.large_share() * total:

@@ -6,6 +6,7 @@ Mesh axes of size 1 cost nothing because they don't exist below this file: a Ker
 becomes a torch mesh of 4, and on a mesh of one device tensors stay plain tensors.
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from keras_spmd import _processes
+from keras_spmd._notices import warn_once
 
 
 class BackendLayout(NamedTuple):
@@ -94,10 +96,37 @@ def _make_torch_mesh(keras_mesh: Any) -> DeviceMesh:
     if len(set(kinds)) > 1:
         raise ValueError(f"{keras_mesh} mixes devices of the kinds {sorted(set(kinds))}.")
     check_covers_world(keras_mesh.shape, ranks)
-    return DeviceMesh(
-        kinds[0],
-        torch.tensor(np.reshape(ranks, keras_mesh.shape)),
-        mesh_dim_names=tuple(keras_mesh.axis_names),
+    grid, names = np.reshape(ranks, keras_mesh.shape), tuple(keras_mesh.axis_names)
+    if all((np.diff(grid, axis=axis) > 0).all() for axis in range(grid.ndim)):
+        return DeviceMesh(kinds[0], torch.tensor(grid), mesh_dim_names=names)
+    return _make_mesh_in_given_order(kinds[0], grid, names)
+
+
+def _make_mesh_in_given_order(kind: str, grid: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh whose devices are not in ascending order along every axis.
+
+    DTensor takes a rank's place in a process group for its place on the mesh axis, and torch sorts
+    the ranks of a group, unless it is told not to.
+    """
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        warn_once(
+            "device order",
+            f"torch {torch.__version__} can't keep the given order of devices on a mesh, so they "
+            "are in ascending order. Results are the same; which device holds which shard is not.",
+        )
+        return DeviceMesh(
+            kind, torch.tensor(np.sort(grid, axis=None).reshape(grid.shape)), mesh_dim_names=names
+        )
+    groups = []
+    for axis in range(grid.ndim):
+        # Every process takes part in making every group.
+        for line in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]):
+            group = dist.new_group([int(rank) for rank in line], sort_ranks=False)
+            if _processes.process_id() in line:
+                groups.append(group)
+    mesh = torch.tensor(grid, dtype=torch.int)
+    return DeviceMesh.from_group(
+        groups if grid.ndim > 1 else groups[0], kind, mesh, mesh_dim_names=names
     )
 
 

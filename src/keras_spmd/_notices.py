@@ -1,5 +1,6 @@
 """What the user is told: once, and with the layer it happened in."""
 
+import sys
 import warnings
 
 import torch
@@ -23,7 +24,21 @@ def warn_once(key: object, message: str) -> None:
     if key in _told:
         return
     _told.add(key)
-    warnings.warn(message, ShardingWarning, stacklevel=2)
+    warnings.warn(message, ShardingWarning, stacklevel=_depth_of_user_code())
+
+
+def _depth_of_user_code() -> int:
+    """How far up the stack the first frame is that is neither ours, nor Keras's, nor torch's."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in (
+            "keras_spmd",
+            "keras",
+            "torch",
+        ):
+            return depth
+        frame, depth = frame.f_back, depth + 1
+    return 2
 
 
 def forget_notices() -> None:

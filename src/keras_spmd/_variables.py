@@ -7,8 +7,10 @@ import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.torch import core as keras_torch
 from keras.src.metrics.metric import Metric
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from keras_spmd import _coverage, _initial_values, _layouts, _promotion
 from keras_spmd._layouts import BackendLayout
@@ -20,33 +22,25 @@ any_sharded = False
 def _resolve_layout(variable: Any, shape: tuple[int, ...]) -> Any:
     """Give the variable its Keras layout, and return it; None without a distribution."""
     distribution = _layouts.active_distribution()
-    if variable._layout is not None:
-        if distribution is not None and not _is_state_of_optimizer():
-            variable._shape = shape
-            _coverage.note_variable(distribution, variable, layout_given=True)
+    if distribution is None or getattr(variable, "_keras_spmd_resolved", False):
         return variable._layout
-    if distribution is None:
-        return None
+    variable._keras_spmd_resolved = True
+    variable._shape = shape
+    layout_given = variable._layout is not None
     if _is_state_of(Metric, SeedGenerator):
         # Counters and seeds are the same everywhere, whatever a pattern like '.*' says.
         variable._layout = _layouts.replicated_layout(distribution.device_mesh, len(shape))
-    else:
-        variable._shape = shape
+        return variable._layout
+    if not layout_given:
         variable._layout = distribution.get_variable_layout(variable)
-        if not _is_state_of_optimizer():
-            _coverage.note_variable(distribution, variable, layout_given=False)
+    if not _is_state_of(BaseOptimizer):
+        _coverage.note_variable(distribution, variable, layout_given=layout_given)
     return variable._layout
 
 
 def _is_state_of(*kinds: type) -> bool:
     scopes = global_state.get_global_attribute("name_scope_stack") or []
     return bool(scopes) and isinstance(scopes[-1].caller, kinds)
-
-
-def _is_state_of_optimizer() -> bool:
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-
-    return _is_state_of(BaseOptimizer)
 
 
 def _target(variable: Any, shape: tuple[int, ...]) -> BackendLayout | None:
@@ -89,15 +83,28 @@ def initialize_or(original: Callable) -> Callable:
             # A copy: a slice would keep the whole alive, and share memory with the caller's array.
             part = part.clone(memory_format=torch.contiguous_format)
             sharded = _layouts.wrap_local(part, target.device_mesh, target.placements, shape)
+        _adopt(self, sharded)
         if isinstance(value, torch.nn.Parameter):
-            # A torch module holds this very object: it must become the sharded one in place.
-            torch.utils.swap_tensors(value, _parameter(self, sharded))
-            self._value = value
-            _note_sharded()
-        else:
-            _adopt(self, sharded)
+            _sharded_parameters[value] = self._value
 
     return _initialize
+
+
+# What became of the parameters of torch modules, until the module has been given the new ones.
+_sharded_parameters = WeakIdKeyDictionary()
+
+
+def track_module_parameters_or(original: Callable) -> Callable:
+    """`TorchModuleWrapper._track_module_parameters`: the module uses the sharded parameters too."""
+
+    def _track_module_parameters(self: Any) -> None:
+        original(self)
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in _sharded_parameters:
+                    module._parameters[name] = _sharded_parameters[parameter]
+
+    return _track_module_parameters
 
 
 def initialize_with_initializer_or(original: Callable) -> Callable:

@@ -83,12 +83,13 @@ def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: s
     rows = keras_torch.convert_to_tensor(per_process_batch)
     if isinstance(rows, DTensor):
         return distribute_tensor(rows, layout)
-    mesh, placements = _mesh_and_placements(layout, tuple(rows.shape))
+    mesh, _ = _mesh_and_placements(layout, tuple(rows.shape))
     if mesh is None or batch_dim_name not in mesh.mesh_dim_names:
         return distribute_tensor(rows, layout)
     axis = mesh.mesh_dim_names.index(batch_dim_name)
     counts = _row_counts(rows, mesh, axis)
     shape = (sum(counts), *rows.shape[1:])
+    _, placements = _mesh_and_placements(layout, shape)
     by_rows = tuple(Shard(0) if i == axis else Replicate() for i in range(mesh.ndim))
     if counts == _even_counts(shape[0], len(counts)):
         batch = _layouts.wrap_local(rows.contiguous(), mesh, by_rows, shape)
