@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -51,6 +52,7 @@ def install() -> None:
                 _save(table, op)
                 table.pop(op, None)
             register_sharding(op)(function)
+            dispatcher.sharding_propagator.op_to_schema_info[op] = _schema_info(op)
     for name, function in _handlers:
         op = _find(name)
         if op is not None:
@@ -85,6 +87,20 @@ def _tables() -> list[dict]:
     )
     tables = [getattr(propagator, name) for name in names if hasattr(propagator, name)]
     return [DTensor._op_dispatcher._custom_op_handlers, *tables]
+
+
+def _schema_info(op: Any) -> RuntimeSchemaInfo:
+    """Which arguments a cached decision depends on: all that are not tensors.
+
+    `register_sharding` overlooks lists, such as the strides of a convolution.
+    """
+    others = [a for a in op._schema.arguments if "Tensor" not in str(a.type)]
+    first = min(
+        (i for i, a in enumerate(op._schema.arguments) if a in others and not a.kwarg_only),
+        default=100,
+    )
+    names = [a.name for a in others if a.kwarg_only]
+    return RuntimeSchemaInfo(first, names or None, needs_pytree=True)
 
 
 def _save(table: dict, op: Any) -> None:

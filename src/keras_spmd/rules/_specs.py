@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_leaves
@@ -73,12 +73,26 @@ def wrap(
     """A DTensor from this rank's part. `shape` is the global one, if it is another."""
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
+    local_tensor = local_tensor.detach()
     spec = _spec(local_tensor, mesh, tuple(placements))
     if shape is not None and tuple(shape) != tuple(local_tensor.shape):
         stride = torch.empty(tuple(shape), device="meta").stride()
         meta = TensorMeta(shape=torch.Size(shape), stride=stride, dtype=local_tensor.dtype)
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local_tensor, spec, requires_grad=False)
+
+
+def stack_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """The tensors of all ranks along a mesh axis, stacked. Other axes are left alone."""
+    one_of_many = [Shard(0) if a == axis else Replicate() for a in range(mesh.ndim)]
+    shape = (mesh.size(axis), *local_tensor.shape)
+    return local_as(wrap(local_tensor[None], mesh, one_of_many, shape), mesh, replicated(mesh))
+
+
+def sum_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """The sum of the tensors of all ranks along a mesh axis. Other axes are left alone."""
+    pending = [Partial() if a == axis else Replicate() for a in range(mesh.ndim)]
+    return local_as(wrap(local_tensor, mesh, pending), mesh, replicated(mesh))
 
 
 def overwrite(target: DTensor, value: torch.Tensor) -> None:

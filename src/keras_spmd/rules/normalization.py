@@ -8,7 +8,6 @@ squares of each channel.
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -19,6 +18,8 @@ from keras_spmd.rules._specs import (
     mesh_of,
     overwrite,
     replicated,
+    stack_over,
+    sum_over,
     to_replicated,
     without_partial,
     wrap,
@@ -60,7 +61,7 @@ def _statistics(
     else:
         mean, spread = torch.zeros_like(count), torch.zeros_like(count)
     for axis in combined:
-        parts = funcol.all_gather_tensor(torch.stack([count, mean, spread])[None], 0, (mesh, axis))
+        parts = stack_over(torch.stack([count, mean, spread]), mesh, axis)
         counts, means, spreads = parts.unbind(1)
         count = counts.sum(0)
         mean = (counts * means).sum(0) / count
@@ -170,7 +171,7 @@ def _backward(
     x_hat = (local_x.to(wide) - _per_channel(mean, x.ndim)) * _per_channel(invstd, x.ndim)
     sums = torch.stack([dy.sum(dims), (dy * x_hat).sum(dims)])
     for axis in combined:
-        sums = funcol.all_reduce(sums, "sum", (mesh, axis))
+        sums = sum_over(sums, mesh, axis)
     sum_dy, sum_dy_x_hat = sums.unbind(0)
     if train:
         count = x.numel() / x.shape[CHANNELS]

@@ -1,0 +1,336 @@
+"""Own rules and the replicated fallback: the one-device result on every placement."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from keras import distribution, layers
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional as F
+
+import keras_spmd
+from bench import on_ranks
+from meshes import assert_same, fully_sharded, grid, line, model_parallel, partial, whole
+
+
+def activate():
+    distribution.set_distribution(model_parallel({}, line()))
+
+
+def value(*shape, seed=0):
+    return torch.tensor(np.random.default_rng(seed).normal(size=shape).astype("float32"))
+
+
+def placed(x, kind):
+    """`x` as a leaf: plain, 'partial', or sharded on the dim that `kind` names."""
+    if kind == "plain":
+        y = x.clone()
+    elif kind == "partial":
+        y = partial(x)
+    else:
+        y = fully_sharded(x.clone(), kind)
+    return y.detach().requires_grad_()
+
+
+def check(function, inputs, kinds, rtol=1e-4, atol=1e-5):
+    """Values and gradients for each combination of kinds against those of plain tensors."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = function(*leaves)
+    weights = torch.linspace(0.5, 1.5, expected.numel()).reshape(expected.shape)
+    (expected * weights).sum().backward()
+    for combination in kinds:
+        mine = [placed(x, kind) for x, kind in zip(inputs, combination, strict=True)]
+        result = function(*mine)
+        assert tuple(result.shape) == tuple(expected.shape)
+        message = str(combination)
+        np.testing.assert_allclose(whole(result), whole(expected), rtol, atol, err_msg=message)
+        (result * weights).sum().backward()
+        for got, leaf in zip(mine, leaves, strict=True):
+            np.testing.assert_allclose(
+                whole(got.grad), whole(leaf.grad), rtol, atol, err_msg=message
+            )
+            if isinstance(got.grad, DTensor):
+                assert tuple(got.grad.shape) == tuple(leaf.shape)
+
+
+CONVOLUTIONS = {
+    "1d": lambda x, w: F.conv1d(x, w, padding=1),
+    "1d strided": lambda x, w: F.conv1d(x, w, stride=2),
+    "2d": lambda x, w: F.conv2d(x, w, padding=1, dilation=2),
+    "3d": lambda x, w: F.conv3d(x, w, padding=1),
+    "transposed 1d": lambda x, w: F.conv_transpose1d(x, w, stride=2),
+    "transposed 2d": lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, output_padding=1),
+    "grouped": lambda x, w: F.conv2d(x, w[:, :2], groups=4, padding=1),
+    "depthwise": lambda x, w: F.conv2d(x, w[:, :1], groups=8, padding=1),
+}
+
+
+@on_ranks(2, 4, timeout=180)
+@pytest.mark.parametrize("name", sorted(CONVOLUTIONS))
+def test_convolutions(name):
+    ndim = next((int(c) for c in name if c.isdigit()), 2)
+    size = (6,) * ndim
+    x, w = value(4, 8, *size), value(8, 8, *(3,) * ndim, seed=1)
+    kinds = ["plain", None, 0, 1, 2, "partial"]
+    activate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+        check(CONVOLUTIONS[name], [x, w], [(a, b) for a in kinds for b in kinds], 1e-3, 1e-4)
+
+
+@on_ranks(2, 4)
+def test_convolutions_with_a_bias_and_uneven_channels():
+    x, w, b = value(5, 7, 6, 6), value(9, 7, 3, 3, seed=1), value(9, seed=2)
+    kinds = [(a, c, d) for a in ("plain", 0, 1) for c in (None, 0, 1) for d in ("plain", 0)]
+    activate()
+    check(lambda x, w, b: F.conv2d(x, w, b, padding=1), [x, w, b], kinds, 1e-3, 1e-4)
+
+
+@on_ranks(2)
+def test_a_channel_sharded_convolution_gathers_nothing():
+    activate()
+    x = fully_sharded(value(4, 8, 6, 6), None)
+    w = fully_sharded(value(8, 8, 3, 3), 0)
+    with CommDebugMode() as communication:
+        y = F.conv2d(x, w, padding=1)
+        z = F.conv2d(y, fully_sharded(value(8, 8, 3, 3), 1))
+    assert y.placements == (Shard(1),)
+    assert z.placements == (Partial(),)
+    assert communication.get_total_counts() == 0
+
+
+@on_ranks(4)
+def test_convolutions_on_a_grid():
+    x, w = value(4, 8, 6, 6), value(8, 8, 3, 3, seed=1)
+    expected = F.conv2d(x, w)
+    distribution.set_distribution(model_parallel({}, grid()))
+    mesh = grid().backend_mesh
+    dx = distribute_tensor(x, mesh, [Shard(0), Replicate()])
+    dw = distribute_tensor(w, mesh, [Replicate(), Shard(0)])
+    with CommDebugMode() as communication:
+        y = F.conv2d(dx, dw)
+    assert y.placements == (Shard(0), Shard(1))
+    assert communication.get_total_counts() == 0
+    assert_same(y, expected, 1e-4, 1e-5)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_has_the_statistics_of_the_global_batch(training):
+    x, w, b = value(6, 8, 3, 5), value(8, seed=1), value(8, seed=2)
+    running = [value(8, seed=3), value(8, seed=4).abs()]
+
+    def norm(stats):
+        return lambda x, w, b: F.batch_norm(x, *stats, w, b, training=training, momentum=0.3)
+
+    kinds = [
+        (a, c, d)
+        for a in ("plain", None, 0, 1, 2, "partial")
+        for c in ("plain", None, 0)
+        for d in ("plain", 0)
+    ]
+    expected_stats = [s.clone() for s in running]
+    norm(expected_stats)(x, w, b)
+    activate()
+    check(norm([s.clone() for s in running]), [x, w, b], kinds)
+    for kind in ("plain", None, 0, 1, 2):
+        for stats_kind in ("plain", None, 0):
+            stats = [placed(s, stats_kind).detach() for s in running]
+            norm(stats)(placed(x, kind), w, b)
+            for got, want in zip(stats, expected_stats, strict=True):
+                assert_same(got, want)
+    check(lambda x: F.batch_norm(x, None, None, training=True), [x], [("plain",), (0,), (1,), (2,)])
+
+
+@on_ranks(2)
+def test_batch_norm_sends_a_vector_of_each_channel_and_no_activations():
+    activate()
+    module = torch.nn.BatchNorm2d(8)
+    x = fully_sharded(value(16, 8, 20, 20), 0).requires_grad_()
+    with CommDebugMode() as communication:
+        y = module(x)
+        y.backward(torch.ones_like(y))
+    assert y.placements == (Shard(0),)
+    assert x.grad.placements == (Shard(0),)
+    assert communication.get_total_counts() == 2
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "small mask"])
+def test_attention(case):
+    q, k, v = value(4, 8, 6, 16), value(4, 8, 10, 16, seed=1), value(4, 8, 10, 16, seed=2)
+    if case == "causal":
+        k, v = k[:, :, :6].clone(), v[:, :, :6].clone()
+    mask = {"mask": value(4, 8, 6, 10, seed=3), "small mask": value(6, 10, seed=3)}.get(case)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=case == "causal")
+
+    activate()
+    kinds = [("plain", None, 0)] + [(a, b, c) for a in (0, 1, 2) for b in (0, 1, 2) for c in (0, 1)]
+    check(attend, [q, k, v], [*kinds, ("partial", 1, 1), (None, None, None)])
+
+
+@on_ranks(2)
+def test_attention_on_sharded_heads_communicates_nothing():
+    activate()
+    q, k, v = (fully_sharded(value(4, 8, 6, 16, seed=i), 1).requires_grad_() for i in range(3))
+    with CommDebugMode() as communication:
+        y = F.scaled_dot_product_attention(q, k, v)
+        y.backward(torch.ones_like(y))
+    assert y.placements == q.grad.placements == k.grad.placements == (Shard(1),)
+    assert communication.get_total_counts() == 0
+
+
+FALLBACKS = {
+    "searchsorted": lambda x: torch.searchsorted(x.sort(-1).values, x),
+    "unfold": lambda x: x.unfold(0, 2, 1),
+    "reflection pad": lambda x: F.pad(x[None, None], (1, 1, 1, 1), mode="reflect"),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "bincount": lambda x: torch.bincount((x.abs() * 3).long().flatten()),
+    "unique": lambda x: torch.unique((x * 2).long()),
+    "unique consecutive": lambda x: torch.unique_consecutive((x * 2).long())[:3],
+    "masked select": lambda x: torch.masked_select(x, x > 0),
+    "unbind": lambda x: torch.stack(list(x.unbind(0))),
+    "split": lambda x: torch.cat(x.split([1, 3, 2], 0)),
+    "histc": lambda x: torch.histc(x, 5),
+    "median": lambda x: x.median(0).values,
+    "mode": lambda x: (x * 2).round().mode(1).values,
+    "svd": lambda x: torch.linalg.svdvals(x),
+    "inverse": lambda x: torch.linalg.inv(x + 5 * torch.eye(6)),
+    "fft": lambda x: torch.fft.fft(x, dim=0).abs(),
+    "roll": lambda x: x.roll(2, 0),
+    "flip": lambda x: x.flip(0),
+    "uneven view": lambda x: x[:5].reshape(-1),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0).values,
+    "topk": lambda x: x.topk(2, dim=0).values,
+    "kron": lambda x: torch.kron(x, x),
+    "tril": lambda x: x.tril(),
+    "diag": lambda x: x.diag(),
+    "repeat interleave": lambda x: x.repeat_interleave(3, 0),
+    "index add": lambda x: x.index_add(0, torch.tensor([0, 2]), torch.ones(2, 6)),
+    "scatter": lambda x: x.scatter(0, torch.zeros(1, 6).long(), 3.0),
+    "renorm": lambda x: x.renorm(2, 0, 1.0),
+    "cdist": lambda x: torch.cdist(x, x),
+    "lstm": lambda x: _lstm(x),
+}
+
+
+def _lstm(x):
+    torch.manual_seed(0)
+    return torch.nn.LSTM(6, 4)(x[:, None])[0].detach()
+
+
+@on_ranks(2, 4, timeout=120)
+@pytest.mark.parametrize("name", sorted(FALLBACKS))
+def test_ops_without_a_rule_are_right(name):
+    x = value(6, 6)
+    expected = FALLBACKS[name](x)
+    activate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+        for kind in (None, 0, 1, "partial"):
+            if kind == "partial" and name in ("nonzero", "bincount", "unique", "mode"):
+                continue
+            result = FALLBACKS[name](placed(x, kind).detach())
+            np.testing.assert_allclose(
+                whole(result), whole(expected), 1e-4, 1e-4, err_msg=f"{name} {kind}"
+            )
+
+
+@on_ranks(2)
+def test_the_fallback_says_once_which_op_which_layer_and_how_many_bytes():
+    class Searching(layers.Layer):
+        def call(self, x):
+            return torch.searchsorted(torch.arange(4.0), x)
+
+    activate()
+    x = fully_sharded(value(6, 4), 0)
+    layer = Searching(name="my_layer")
+    with pytest.warns(keras_spmd.ShardingWarning) as caught:
+        [search(x) for search in (layer, layer, Searching(name="other_layer"))]
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == 2
+    assert "aten.searchsorted" in messages[0]
+    assert "in layer 'my_layer'" in messages[0]
+    assert "96 bytes" in messages[0]
+    assert "(6, 4) as (S(0))" in messages[0]
+    assert "other_layer" in messages[1]
+    assert os.path.basename(caught[0].filename) == "test_rules.py"
+    layer(fully_sharded(value(6, 4), None))
+    os.environ["KERAS_SPMD_STRICT"] = "1"
+    with pytest.raises(RuntimeError, match="KERAS_SPMD_STRICT"):
+        layer(x)
+    layer(fully_sharded(value(6, 4), None))
+
+
+@on_ranks(2)
+def test_in_place_fallbacks_write_into_the_shards():
+    activate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+        for kind in (None, 0, 1):
+            x = placed(value(6, 6), kind).detach()
+            before = getattr(x, "placements", None)
+            y = x.index_fill_(0, torch.tensor([1, 4]), 2.0)
+            assert y is x
+            assert x.placements == before
+            assert_same(x, value(6, 6).index_fill_(0, torch.tensor([1, 4]), 2.0))
+
+
+@on_ranks(2)
+def test_mistakes_of_the_user_keep_torchs_message():
+    activate()
+    x = fully_sharded(value(6, 4), 0)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        x @ x
+    with pytest.raises(RuntimeError, match="must match the size"):
+        x + torch.ones(5)
+
+
+LOSSES = {
+    "mse": lambda x, y, r: F.mse_loss(x, y, reduction=r),
+    "l1": lambda x, y, r: F.l1_loss(x, y, reduction=r),
+    "smooth l1": lambda x, y, r: F.smooth_l1_loss(x, y, reduction=r),
+    "huber": lambda x, y, r: F.huber_loss(x, y, reduction=r),
+    "soft margin": lambda x, y, r: F.soft_margin_loss(x, y, reduction=r),
+    "bce": lambda x, y, r: F.binary_cross_entropy(x.sigmoid(), y.sigmoid().detach(), reduction=r),
+    "bce logits": lambda x, y, r: F.binary_cross_entropy_with_logits(
+        x, y.sigmoid().detach(), reduction=r
+    ),
+    "weighted bce": lambda x, y, r: F.binary_cross_entropy(
+        x.sigmoid(), y.sigmoid().detach(), weight=torch.arange(6.0), reduction=r
+    ),
+    "cross entropy": lambda x, y, r: F.cross_entropy(
+        x, torch.tensor([0, 3, -100, 5, 1, -100]), reduction=r
+    ),
+    "weighted cross entropy": lambda x, y, r: F.cross_entropy(
+        x, torch.tensor([0, 3, -100, 5, 1, 2]), weight=torch.arange(1.0, 7.0), reduction=r
+    ),
+    "cross entropy 2d": lambda x, y, r: F.cross_entropy(
+        x.reshape(3, 2, 2, 3), torch.arange(18).reshape(3, 2, 3) % 2, reduction=r
+    ),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_torch_losses_divide_by_the_number_of_all_elements(name):
+    activate()
+    x, y = value(6, 6), value(6, 6, seed=1)
+    kinds = ["plain", None, 0, 1, "partial"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+        for reduction in ("mean", "sum", "none"):
+            target = [k for k in kinds if k != "partial"]
+            for a in kinds:
+                for b in target:
+                    check(
+                        lambda x, r=reduction, b=b: LOSSES[name](x, placed(y, b).detach(), r),
+                        [x],
+                        [(a,)],
+                    )
