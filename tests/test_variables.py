@@ -320,7 +320,7 @@ def test_one_seed_for_all():
         random.seed(process_id())
         np.random.seed(process_id())
         torch.manual_seed(process_id())
-        _processes._agreed_group = None
+        _processes._agreed.forget()
         _processes.ensure_joined()
         drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
         everybody = [None] * num_processes()
@@ -330,7 +330,7 @@ def test_one_seed_for_all():
             "global_random_seed", 5 + process_id()
         )
         first = process_id() == 0
-        _processes._agreed_group = None
+        _processes._agreed.forget()
         if first:
             _processes.ensure_joined()
         else:

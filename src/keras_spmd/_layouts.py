@@ -37,7 +37,7 @@ class _Meshes(NamedTuple):
 
 
 _meshes: dict[tuple, _Meshes] = {}
-_meshes_group: object = None
+_group = _processes.OncePerGroup()
 
 
 def active_distribution() -> Any:
@@ -68,11 +68,9 @@ def compute_mesh(keras_mesh: Any) -> DeviceMesh | None:
 
 
 def _torch_meshes(keras_mesh: Any) -> _Meshes:
-    global _meshes_group
     _processes.ensure_group()
-    if _meshes_group is not dist.group.WORLD:
+    if _group.is_new():
         _meshes.clear()
-        _meshes_group = dist.group.WORLD
     key = (tuple(keras_mesh.shape), tuple(keras_mesh.axis_names), tuple(keras_mesh.devices.flat))
     if key not in _meshes:
         full = _make_torch_mesh(keras_mesh)

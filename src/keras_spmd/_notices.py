@@ -3,7 +3,6 @@
 import sys
 import warnings
 
-import torch
 from keras.src.backend.common.name_scope import current_path
 
 _told: set[object] = set()
@@ -48,6 +47,8 @@ def forget_notices() -> None:
 
 def where() -> str:
     """The place in the model that runs now, for a message."""
+    import torch
+
     # Name scopes are closed again when autograd walks back through the layers.
     if torch._C._current_graph_task_id() != -1:
         return "in the backward pass"

@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import time
+import weakref
 from datetime import timedelta
 
 import numpy as np
@@ -168,22 +169,31 @@ def _open_store(meeting: Rendezvous) -> dist.Store:
 
 
 def _await_all(store: dist.Store, meeting: Rendezvous) -> None:
+    """Wait until every process has arrived, or say which ones did not."""
     store.set(f"here/{meeting.rank}", "1")
     arrived = store.add("arrived", 1)
     deadline = time.monotonic() + _settings.join_timeout()
     while arrived < meeting.world_size:
+        if store.check(["verdict"]):
+            _give_up(meeting, store.get("verdict").decode())
         if time.monotonic() > deadline:
             here = [r for r in range(meeting.world_size) if store.check([f"here/{r}"])]
             absent = sorted(set(range(meeting.world_size)) - set(here))
-            raise TimeoutError(
-                f"Process {meeting.rank} waited {_settings.join_timeout():g} s at "
-                f"{meeting.address} (from {meeting.source}): {len(here)} of "
-                f"{meeting.world_size} processes arrived, {absent} did not. Did they start, and "
-                "can their hosts reach that address? KERAS_SPMD_JOIN_TIMEOUT sets how many "
-                "seconds to wait."
-            )
+            verdict = f"{len(here)} of {meeting.world_size} processes arrived, {absent} did not"
+            # The others should hear it before the process that serves the meeting point ends.
+            store.set("verdict", verdict)
+            time.sleep(1)
+            _give_up(meeting, verdict)
         time.sleep(0.02)
         arrived = store.add("arrived", 0)
+
+
+def _give_up(meeting: Rendezvous, verdict: str) -> None:
+    raise TimeoutError(
+        f"Process {meeting.rank} waited at {meeting.address} (from {meeting.source}): {verdict} "
+        f"within {_settings.join_timeout():g} s. Did they start, and can their hosts reach that "
+        "address? KERAS_SPMD_JOIN_TIMEOUT sets how many seconds to wait."
+    )
 
 
 def _init_group(store: dist.Store, rank: int, world_size: int) -> None:
@@ -209,7 +219,27 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-_agreed_group: object = None
+class OncePerGroup:
+    """Says once for each process group that it is a new one.
+
+    The group itself is not kept: torch aborts at exit if somebody still holds it.
+    """
+
+    def __init__(self) -> None:
+        self._seen: weakref.ref | None = None
+
+    def is_new(self) -> bool:
+        group = dist.group.WORLD
+        if self._seen is not None and self._seen() is group:
+            return False
+        self._seen = weakref.ref(group)
+        return True
+
+    def forget(self) -> None:
+        self._seen = None
+
+
+_agreed = OncePerGroup()
 
 
 def _agree_on_random_state() -> None:
@@ -218,10 +248,8 @@ def _agree_on_random_state() -> None:
     Ranks run the same program, so with the same state they draw the same initial values and the
     same shuffles. Process 0 keeps its own: it behaves as it would alone.
     """
-    global _agreed_group
-    if _agreed_group is dist.group.WORLD or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1 or not _agreed.is_new():
         return
-    _agreed_group = dist.group.WORLD
     seed = rng_utils.get_random_seed()
     cuda_state = torch.cuda.get_rng_state() if default_device_type() == "gpu" else None
     states: list[tuple] = [

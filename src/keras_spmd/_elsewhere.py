@@ -1,0 +1,30 @@
+"""The public helpers on Keras's other backends: there are no DTensors, so nothing is done.
+
+They are here so that one script serves all backends, and torch is not even imported.
+"""
+
+from typing import Any
+
+
+def is_dtensor(x: object) -> bool:
+    return False
+
+
+def ensure_dtensor(tensor: Any, device_mesh: Any = None, placements: Any = None) -> Any:
+    return tensor
+
+
+def convert_tensors_to_dtensor(*tensors: Any, device_mesh: Any = None) -> tuple[Any, ...]:
+    return tensors
+
+
+def get_dtensor_local(tensor: Any) -> Any:
+    return tensor
+
+
+def get_dtensor_spec(tensor: Any) -> Any:
+    return None
+
+
+def create_replicate_dtensor(tensor: Any, device_mesh: Any = None) -> Any:
+    return tensor
