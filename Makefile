@@ -6,13 +6,20 @@ READY  := $(VENV)/.ready
 
 export KERAS_BACKEND := torch
 
-.PHONY: demo test lint format clean
+# Keras's own tests import tensorflow and jax, so they have an environment of their own.
+KERAS_VENV  := .venv-keras
+KERAS_READY := $(KERAS_VENV)/.ready
+
+.PHONY: demo test lint keras-tests format clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/torchrun --nproc-per-node 2 examples/demo.py
 
-test: lint
+test: lint keras-tests
 	$(RUN)/python -m pytest
+
+keras-tests: $(KERAS_READY)
+	$(KERAS_VENV)/bin/python conformance/keras_own.py
 
 lint: $(READY)
 	$(RUN)/ruff check .
@@ -29,5 +36,11 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
+$(KERAS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERAS_VENV)
+	$(KERAS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable . \
+		pytest pytest-xdist tensorflow-cpu jax grain pandas
+	touch $@
+
 clean:
-	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(KERAS_VENV) build .pytest_cache .ruff_cache .mypy_cache

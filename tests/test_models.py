@@ -210,6 +210,7 @@ def test_models(name):
 
 @on_ranks(2, 4)
 def test_a_model_works_outside_of_the_scope_that_made_it():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     x = data("transformer")
     keras.utils.set_random_seed(5)
     expected = whole(transformer()(x))

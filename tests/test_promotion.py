@@ -104,6 +104,9 @@ def test_every_pair_of_kinds_has_the_values_and_gradients_of_plain_tensors(name)
 @on_ranks(2, 4, timeout=200)
 @pytest.mark.parametrize("name", sorted(COMPARISONS))
 def test_comparisons(name):
+    import warnings
+
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     op = COMPARISONS[name]
     a, b = matrices()
     b[0] = a[0]

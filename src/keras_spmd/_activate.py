@@ -8,6 +8,7 @@ what was there. The rows hold for the versions in `_versions.py`.
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def patches() -> list[Patch]:
         _variables,
         distribution_lib,
     )
-    from keras_spmd.rules import fallback, writing
+    from keras_spmd.rules import decisions, writing
 
     def use(value: Any) -> Callable[[Any], Any]:
         return lambda original: value
@@ -168,7 +169,7 @@ def patches() -> list[Patch]:
         Patch(
             dispatcher,
             "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
-            fallback.replicating_or,
+            decisions.deciding_or,
             "an op without a rule runs replicated instead of failing",
         ),
         Patch(
@@ -224,11 +225,24 @@ def activate() -> bool:
     module_name = "keras.src.backend.torch.distribution_lib"
     sys.modules[module_name] = distribution_lib
     _undo.append(lambda: sys.modules.pop(module_name, None))
+    _silence("Found a non-scalar tensor with numel=1")
     for patch in patches():
         _apply(patch)
     rules.install()
     _undo.append(rules.uninstall)
     return True
+
+
+def _silence(message: str) -> None:
+    """Ignore a warning of torch's C++ code: promoting a tensor of shape (1,) is ordinary here."""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message=message)
+    added = [entry for entry in warnings.filters if entry not in before]
+
+    def undo() -> None:
+        warnings.filters[:] = [entry for entry in warnings.filters if entry not in added]
+
+    _undo.append(undo)
 
 
 def deactivate() -> None:

@@ -2,6 +2,7 @@
 
 from keras_spmd.rules import attention as attention
 from keras_spmd.rules import convolution as convolution
+from keras_spmd.rules import embedding as embedding
 from keras_spmd.rules import losses as losses
 from keras_spmd.rules import normalization as normalization
 from keras_spmd.rules import scalars as scalars

@@ -1,17 +1,17 @@
-"""Batch normalization with the statistics of the global batch.
+"""Batch normalization with the statistics of the global batch, and layer normalization.
 
-torch's rule gathers the activations whenever the batch is sharded. Mean and variance of the whole
-follow from those of the parts, so one small all-gather is enough: counts, means and sums of
-squares of each channel.
+torch's rule for the former gathers the activations whenever the batch is sharded. Mean and variance
+of the whole follow from those of the parts, so one small all-gather is enough: counts, means and
+sums of squares of each channel.
 """
 
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from keras_spmd.rules._registry import handler
+from keras_spmd.rules._registry import handler, sharding
 from keras_spmd.rules._specs import (
     has_no_empty_shard,
     local_as,
@@ -249,3 +249,34 @@ def batch_norm_with_update_backward(op: torch._ops.OpOverload, args: tuple, kwar
 def cudnn_batch_norm_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     x, grad, weight, running_mean, running_var, save_mean, save_invstd, eps, _reserve = args
     return _backward(grad, x, weight, running_mean, running_var, save_mean, save_invstd, True, eps)
+
+
+@sharding("aten.native_layer_norm.default")
+def layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> list:
+    """Any dim but the normalized ones. Before torch 2.13 a sharded weight is not gathered."""
+    affine = [None if p is None else Replicate() for p in (weight, bias)]
+    choices = [([Replicate()] * 3, [Replicate(), None, *affine, None])]
+    for dim in range(x.ndim - len(normalized_shape)):
+        choices.append(([Shard(dim)] * 3, [Shard(dim), None, *affine, None]))
+    return choices
+
+
+@sharding("aten.native_layer_norm_backward.default")
+def layer_norm_backward(
+    grad: Any,
+    x: Any,
+    normalized_shape: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Any,
+) -> list:
+    affine = [None if p is None else Replicate() for p in (weight, bias)]
+    whole = [Replicate()] * 2
+    choices = [([Replicate()] * 3, [*whole, None, *whole, *affine, None])]
+    for dim in range(x.ndim - len(normalized_shape)):
+        parts = [Shard(dim)] * 2
+        grads = [Shard(dim), Partial(), Partial()]
+        choices.append((grads, [*parts, None, *parts, *affine, None]))
+    return choices

@@ -1,0 +1,126 @@
+"""Decisions of torch about how an op is sharded, and what is done about those that don't hold.
+
+torch gives up on an op that it has no rule for, and sometimes decides what it then can't do.
+Pending sums are behind most of these, so they are taken first and the op is tried again; what is
+left runs replicated.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.utils._pytree import tree_leaves, tree_map
+
+from keras_spmd.rules._specs import local_as, without_partial, wrap
+from keras_spmd.rules.fallback import run_replicated, written_arguments
+
+
+def deciding_or(original: Callable) -> Callable:
+    """Wraps the place where torch decides how an op is sharded, and gives up if it can't.
+
+    What the original returns is a decision for torch to follow. What is returned here instead is
+    taken as the result of the op.
+    """
+
+    def decide(
+        dispatcher: Any,
+        op: torch._ops.OpOverload,
+        args: tuple,
+        kwargs: dict,
+        op_info: Any,
+        try_cache: bool,
+    ) -> Any:
+        try:
+            decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
+        except (NotImplementedError, RuntimeError) as no_rule:
+            if _has_pending((args, kwargs)):
+                return _run_without_pending_sums(op, args, kwargs)
+            return run_replicated(op, args, kwargs, no_rule)
+        if isinstance(decision, OutputSharding) and (
+            _is_impossible(decision, op_info.schema)
+            or _would_move_its_target(decision, op, args)
+            or (_DOUBTS_PENDING_SUMS and not _is_linear(op) and _has_pending(args))
+        ):
+            return _run_without_pending_sums(op, args, kwargs)
+        return decision
+
+    return decide
+
+
+# Older rules take the parts of a sum for whole numbers, in indexing for instance.
+_DOUBTS_PENDING_SUMS = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
+_LINEAR = frozenset(
+    """add sub neg mul div sum mean mm bmm addmm add_ sub_ copy_ clone detach alias _to_copy view
+    reshape _unsafe_view permute transpose t expand squeeze unsqueeze slice select slice_backward
+    select_backward ones_like zeros_like empty_like full_like _local_scalar_dense""".split()  # noqa: SIM905
+)
+
+
+def _is_linear(op: torch._ops.OpOverload) -> bool:
+    return op.overloadpacket.__name__ in _LINEAR
+
+
+def _has_pending(args: Any) -> bool:
+    return any(isinstance(x, DTensor) and _is_pending(x) for x in tree_leaves(args))
+
+
+def _would_move_its_target(
+    decision: OutputSharding, op: torch._ops.OpOverload, args: tuple
+) -> bool:
+    """Whether an in-place op would have to change the placements of what it writes into."""
+    spec = decision.output_spec
+    return (
+        op._schema.name.endswith("_")
+        and isinstance(spec, DTensorSpec)
+        and isinstance(args[0], DTensor)
+        and not op._schema.name.endswith("queeze_")
+        and spec.placements != args[0].placements
+    )
+
+
+def _is_impossible(decision: OutputSharding, asked: OpSchema) -> bool:
+    """Whether torch decided what it then can't do, such as to turn a shard into a pending sum."""
+    if not decision.needs_redistribute or decision.redistribute_schema is None:
+        return False
+    have = tree_leaves(asked.args_schema, is_leaf=_is_spec)
+    want = tree_leaves(decision.redistribute_schema.args_schema, is_leaf=_is_spec)
+    pairs = [(a, b) for a, b in zip(have, want, strict=False) if _is_spec(a) and _is_spec(b)]
+    return any(
+        len(a.placements) != len(b.placements)
+        or any(
+            isinstance(q, Partial) and not p.is_replicate() and p != q
+            for p, q in zip(a.placements, b.placements, strict=True)
+        )
+        for a, b in pairs
+    )
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, DTensorSpec)
+
+
+def _run_without_pending_sums(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """The op again, after its pending sums have been taken."""
+    if not _has_pending((args, kwargs)):
+        return run_replicated(op, args, kwargs)
+    for x in written_arguments(op, args, kwargs):
+        if isinstance(x, DTensor) and _is_pending(x):
+            # The tensor itself must go on, so it stops being pending: its value is the same.
+            settled = _summed(x)
+            x._local_tensor, x._spec = settled._local_tensor, settled._spec
+    args, kwargs = tree_map(
+        lambda x: _summed(x) if isinstance(x, DTensor) and _is_pending(x) else x, (args, kwargs)
+    )
+    return op(*args, **kwargs)
+
+
+def _is_pending(x: DTensor) -> bool:
+    return any(isinstance(p, Partial) for p in x.placements)
+
+
+def _summed(x: DTensor) -> DTensor:
+    placements = without_partial(x.placements)
+    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
