@@ -52,7 +52,7 @@ class Bench:
                 "KERAS_BACKEND": "torch",
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
-                "PYTHONPATH": str(HERE),
+                "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
             }
             if self.size > 1:
                 env |= {

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -73,9 +75,36 @@ def test_a_rank_that_leaves_the_others_does_not_hang_the_test(how, message, monk
         assert len(ranks.run(body_fine, {}, 60)) == 2
 
 
+def body_hanging():
+    time.sleep(1000)
+
+
+SESSION = """
+import bench, test_bench
+ranks = bench.Bench(2)
+ranks.run(test_bench.body_fine, {}, 60)
+print(*[p.pid for p in ranks.processes], flush=True)
+ranks.run(test_bench.body_hanging, {}, 1000)
+"""
+
+
+def test_ranks_end_with_the_session_even_if_it_is_killed():
+    session = subprocess.Popen(
+        [sys.executable, "-c", SESSION], cwd=bench.HERE, stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(pid) for pid in session.stdout.readline().split()]
+    assert len(pids) == 2
+    session.kill()
+    session.communicate()
+    deadline = time.monotonic() + 10
+    while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_is_alive(pid) for pid in pids)
+
+
 def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
         return False
-    return True

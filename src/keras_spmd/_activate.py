@@ -235,14 +235,16 @@ def activate() -> bool:
 
 def _silence(message: str) -> None:
     """Ignore a warning of torch's C++ code: promoting a tensor of shape (1,) is ordinary here."""
-    before = list(warnings.filters)
+    filters: Any = warnings.filters
+    before = list(filters)
     warnings.filterwarnings("ignore", message=message)
-    added = [entry for entry in warnings.filters if entry not in before]
+    for entry in [entry for entry in filters if entry not in before]:
+        _undo.append(functools.partial(_discard, filters, entry))
 
-    def undo() -> None:
-        warnings.filters[:] = [entry for entry in warnings.filters if entry not in added]
 
-    _undo.append(undo)
+def _discard(items: list, item: Any) -> None:
+    if item in items:
+        items.remove(item)
 
 
 def deactivate() -> None:
