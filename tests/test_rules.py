@@ -212,6 +212,7 @@ def test_a_vocabulary_sharded_lookup_is_a_pending_sum():
 
 @on_ranks(2, 4)
 def test_layer_norm():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     activate()
     x, w, b = value(4, 6, 8), value(8, seed=1), value(8, seed=2)
     kinds = [(a, c, c) for a in ("plain", None, 0, 1, 2, "partial") for c in ("plain", None, 0)]

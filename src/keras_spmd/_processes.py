@@ -216,6 +216,9 @@ def _init_group(store: dist.Store, rank: int, world_size: int) -> None:
 def leave() -> None:
     """Leave the process group; called at exit, after errors too."""
     if dist.is_initialized():
+        # gloo's threads need the interpreter's lock to drop their last tensors. One that asks for
+        # it while the interpreter shuts down aborts the process, so let them have it now.
+        time.sleep(0.1)
         dist.destroy_process_group()
 
 

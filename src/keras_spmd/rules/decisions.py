@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.utils._pytree import tree_leaves, tree_map
 
-from keras_spmd.rules._specs import local_as, without_partial, wrap
+from keras_spmd.rules._specs import local_as, replicated, without_partial, wrap
 from keras_spmd.rules.fallback import run_replicated, written_arguments
 
 
@@ -39,10 +39,12 @@ def deciding_or(original: Callable) -> Callable:
             if _has_pending((args, kwargs)):
                 return _run_without_pending_sums(op, args, kwargs)
             return run_replicated(op, args, kwargs, no_rule)
+        if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
+            return run_replicated(op, args, kwargs)
         if isinstance(decision, OutputSharding) and (
             _is_impossible(decision, op_info.schema)
             or _would_move_its_target(decision, op, args)
-            or (_DOUBTS_PENDING_SUMS and not _is_linear(op) and _has_pending(args))
+            or (_IS_OLD and not _is_linear(op) and _has_pending(args))
         ):
             return _run_without_pending_sums(op, args, kwargs)
         return decision
@@ -50,8 +52,10 @@ def deciding_or(original: Callable) -> Callable:
     return decide
 
 
-# Older rules take the parts of a sum for whole numbers, in indexing for instance.
-_DOUBTS_PENDING_SUMS = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
+# Older rules take the parts of a sum for whole numbers, in indexing for instance, and shard the
+# source of index_add but not its index.
+_IS_OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
+_WRONG_IN_OLD = ("index_add", "index_add_")
 _LINEAR = frozenset(
     """add sub neg mul div sum mean mm bmm addmm add_ sub_ copy_ clone detach alias _to_copy view
     reshape _unsafe_view permute transpose t expand squeeze unsqueeze slice select slice_backward
@@ -72,13 +76,12 @@ def _would_move_its_target(
 ) -> bool:
     """Whether an in-place op would have to change the placements of what it writes into."""
     spec = decision.output_spec
-    return (
-        op._schema.name.endswith("_")
-        and isinstance(spec, DTensorSpec)
-        and isinstance(args[0], DTensor)
-        and not op._schema.name.endswith("queeze_")
-        and spec.placements != args[0].placements
-    )
+    if not op._schema.name.endswith("_") or op._schema.name.endswith("squeeze_"):
+        return False
+    if not isinstance(spec, DTensorSpec) or not isinstance(args[0], torch.Tensor):
+        return False
+    target = args[0].placements if isinstance(args[0], DTensor) else replicated(spec.mesh)
+    return tuple(spec.placements) != tuple(target)
 
 
 def _is_impossible(decision: OutputSharding, asked: OpSchema) -> bool:

@@ -34,7 +34,7 @@ def run_replicated(
         message = _message(op, inputs, gathered)
         raise RuntimeError(f"{message} KERAS_SPMD_STRICT=1 makes this an error.") from reason
     mesh = mesh_of(inputs)
-    whole = {id(x): to_replicated(x) for x in inputs}
+    whole = {id(x): _with_its_strides(to_replicated(x), x) for x in inputs}
     whole_args, whole_kwargs = tree_map(
         lambda x: whole[id(x)] if isinstance(x, DTensor) else x, (args, kwargs)
     )
@@ -50,6 +50,13 @@ def run_replicated(
     if gathered:
         warn_once(("replicated", str(op), where()), _message(op, inputs, gathered))
     return tree_map(lambda r: returned[id(r)] if id(r) in returned else _wrap(r, mesh), results)
+
+
+def _with_its_strides(whole: torch.Tensor, x: DTensor) -> torch.Tensor:
+    """Gathering may permute memory, and a view depends on how it lies."""
+    if is_replicated(x) or whole.stride() == x.stride():
+        return whole
+    return whole.new_empty_strided(whole.shape, x.stride()).copy_(whole)
 
 
 def _wrap(result: Any, mesh: Any) -> Any:
