@@ -6,6 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import distribution, layers
 
 import keras_spmd
@@ -229,3 +230,17 @@ def test_symbolic_calls_and_summaries_do_not_communicate():
         lines = []
         model.summary(print_fn=lines.append)
         assert any(f"{model.count_params():,}" in line for line in lines)
+
+
+@on_ranks(1, 2)
+def test_inference_mode():
+    x = data("residual")
+    keras.utils.set_random_seed(5)
+    expected = whole(residual()(x))
+    keras.utils.set_random_seed(5)
+    with EveryVariable(line(), -1, "model").scope():
+        model = residual()
+        with torch.inference_mode():
+            outputs = model(x)
+        assert not outputs.requires_grad
+        assert_same(outputs, expected, 1e-4, 1e-5)

@@ -6,10 +6,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from keras_spmd.rules._specs import to_replicated
+
 
 def whole(tensor: DTensor) -> torch.Tensor:
     """The global tensor, on every rank and in host memory, without a gradient."""
-    return tensor.detach().full_tensor().cpu()
+    # On the local tensors: torch can't even detach a DTensor in inference mode.
+    return to_replicated(tensor).detach().cpu()
 
 
 def to_array(self: DTensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

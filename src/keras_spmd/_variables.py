@@ -198,8 +198,14 @@ def layer_call_or(original: Callable) -> Callable:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         distribution = _layouts.active_distribution()
+        if distribution is None and not any_sharded:
+            return original(self, *args, **kwargs)
+        if any_sharded and torch.is_inference_mode_enabled():
+            # torch can't make views of DTensors there; without gradients it is the same.
+            with torch.inference_mode(False), torch.no_grad():
+                return __call__(self, *args, **kwargs)
         if distribution is None:
-            if not any_sharded or _promotion.is_promoting():
+            if _promotion.is_promoting():
                 return original(self, *args, **kwargs)
             with _promotion.promoting():
                 return original(self, *args, **kwargs)
