@@ -3,6 +3,7 @@
 import os
 import warnings
 
+import keras
 import numpy as np
 import pytest
 import torch
@@ -277,6 +278,50 @@ def test_ops_without_a_rule_are_right(name):
             np.testing.assert_allclose(
                 whole(result), whole(expected), 1e-4, 1e-4, err_msg=f"{name} {kind}"
             )
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "native dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
+    "feature dropout": lambda x: F.dropout1d(x[None], 0.4),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "rand like": lambda x: torch.rand_like(x) + x,
+    "randn like": lambda x: torch.randn_like(x),
+    "randint like": lambda x: torch.randint_like(x, 3, 9),
+    "uniform": lambda x: x.clone().uniform_(2, 3),
+    "normal": lambda x: torch.empty_like(x).normal_(1, 2),
+    "multinomial": lambda x: torch.multinomial(x.softmax(-1), 3, replacement=True).float(),
+    "keras dropout": lambda x: keras.random.dropout(x, 0.4),
+    "keras seeded dropout": lambda x: keras.random.dropout(x, 0.4, seed=3),
+    "keras layer": lambda x: layers.GaussianNoise(0.3, seed=4)(x, training=True),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", sorted(DRAWS))
+def test_random_numbers_are_those_of_one_device(name):
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    x = value(5, 8)
+    keras.utils.set_random_seed(7)
+    expected = [whole(DRAWS[name](x)), whole(DRAWS[name](x)), torch.rand(3).tolist()]
+    activate()
+    for kind in (None, 0, 1, "partial"):
+        keras.utils.set_random_seed(7)
+        for want in expected[:2]:
+            np.testing.assert_allclose(
+                whole(DRAWS[name](placed(x, kind).detach())), want, 1e-4, 1e-5, err_msg=str(kind)
+            )
+        assert torch.rand(3).tolist() == expected[2], "all generators are in one state"
+
+
+@on_ranks(2)
+def test_dropout_has_the_gradient_of_its_mask():
+    activate()
+    x = fully_sharded(value(6, 8), 0).requires_grad_()
+    y = F.dropout(x, 0.5)
+    y.sum().backward()
+    assert_same(x.grad, np.where(whole(y) == 0, 0.0, 2.0))
 
 
 @on_ranks(2)
