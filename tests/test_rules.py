@@ -212,6 +212,37 @@ def test_a_vocabulary_sharded_lookup_is_a_pending_sum():
 
 
 @on_ranks(2, 4)
+def test_gather():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    x = value(4, 8)
+    index = torch.tensor(np.random.default_rng(3).integers(0, 4, (4, 6)))
+    activate()
+    for dim, i in ((0, index), (1, index), (1, index[:, :1]), (-1, index[:2])):
+        for kind in ("plain", None, 0, 1):
+            of_index = i if kind == "plain" else fully_sharded(i, kind)
+            check(
+                lambda t, d=dim, j=of_index: t.gather(d, j),
+                [x],
+                [("plain",), (None,), (0,), (1,), ("partial",)],
+            )
+
+
+@on_ranks(2, 4)
+def test_argmax_and_argmin():
+    activate()
+    for shape in ((2, 4), (4, 8), (3, 8, 5), (8,), (5, 7)):
+        x = value(*shape)
+        for kind in ("plain", None, *range(len(shape)), "partial"):
+            mine = placed(x, kind).detach()
+            for op in (torch.argmax, torch.argmin):
+                for dim in (None, *range(-len(shape), len(shape))):
+                    for keepdim in (False, True):
+                        np.testing.assert_array_equal(
+                            whole(op(mine, dim, keepdim)), whole(op(x, dim, keepdim))
+                        )
+
+
+@on_ranks(2, 4)
 def test_layer_norm():
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     activate()
@@ -416,3 +447,40 @@ def test_torch_losses_divide_by_the_number_of_all_elements(name):
                         [x],
                         [(a,)],
                     )
+
+
+@on_ranks(2)
+def test_uneven_shards_and_masks():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    activate()
+    x = torch.tensor([0.0, 0.0, 100.0])
+    loss = F.binary_cross_entropy_with_logits(fully_sharded(x, 0), torch.zeros(3))
+    assert_same(loss, F.binary_cross_entropy_with_logits(x, torch.zeros(3)))
+    image = value(3, 4, 5, 5)
+    for dim in (None, 0, 1, 2, 3):
+        assert_same(F.pixel_shuffle(fully_sharded(image, dim), 2), F.pixel_shuffle(image, 2))
+        large = value(3, 1, 6, 10)
+        assert_same(F.pixel_unshuffle(fully_sharded(large, dim), 2), F.pixel_unshuffle(large, 2))
+    for dim in (None, 0, 1):
+        y = fully_sharded(value(4, 8), dim).clone()
+        y[y < 0] = 9.0
+        assert_same(y, value(4, 8).where(value(4, 8) >= 0, torch.tensor(9.0)))
+    assert f"{loss:.3f}" == f"{float(loss):.3f}"
+    with pytest.raises(IndexError, match="index out of range"):
+        F.embedding(torch.tensor([[1, 99]]), fully_sharded(value(8, 4), 0))
+
+
+@on_ranks(2)
+def test_tensors_of_two_meshes():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    activate()
+    other = distribution.DeviceMesh((2,), ("other",), ["cpu:1", "cpu:0"])
+    layout = distribution.TensorLayout(("other",), other)
+    x = value(4, 8)
+    there = distribution.distribute_tensor(x, layout)
+    assert_same(F.mse_loss(fully_sharded(x, 0), there, reduction="none"), torch.zeros(4, 8))
+    v = keras.Variable(np.zeros((4, 8)), layout=distribution.TensorLayout(("model",), line()))
+    v.assign(there)
+    assert_same(v, x)
+    v.assign(keras.Variable(2 * x, layout=layout))
+    assert_same(v, 2 * x)

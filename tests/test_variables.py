@@ -344,3 +344,24 @@ def test_one_seed_for_all():
         layer = keras.layers.Dense(4)
         layer.build((None, 4))
         np.testing.assert_array_equal(whole(layer.kernel), whole(expected.kernel))
+
+
+@on_ranks(2)
+def test_autograd_notices_an_assignment():
+    layout = distribution.TensorLayout((None, "model"), line())
+    v = keras.Variable(np.ones((4, 6), "float32"), layout=layout)
+    y = (v.value * v.value).sum()
+    v.assign(np.full((4, 6), 10.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@on_ranks(2)
+def test_check_looks_at_values_of_variables():
+    import os
+
+    os.environ["KERAS_SPMD_CHECK"] = "1"
+    distribution.set_distribution(model_parallel({"v": ("model",)}))
+    keras.Variable(np.ones(4), name="v")
+    with pytest.raises(RuntimeError, match=r"making the variable 'v'.*not the same on all ranks"):
+        keras.Variable(np.full(4, float(process_id())), name="v")

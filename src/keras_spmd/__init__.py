@@ -13,6 +13,7 @@ from keras_spmd._activate import deactivate as deactivate
 from keras_spmd._notices import ShardingWarning as ShardingWarning
 
 if activate():
+    from keras_spmd._data import distribute_batch as distribute_batch
     from keras_spmd._promotion import convert_tensors_to_dtensor as convert_tensors_to_dtensor
     from keras_spmd._promotion import create_replicate_dtensor as create_replicate_dtensor
     from keras_spmd._promotion import ensure_dtensor as ensure_dtensor
@@ -22,6 +23,7 @@ if activate():
 else:
     from keras_spmd._elsewhere import convert_tensors_to_dtensor as convert_tensors_to_dtensor
     from keras_spmd._elsewhere import create_replicate_dtensor as create_replicate_dtensor
+    from keras_spmd._elsewhere import distribute_batch as distribute_batch
     from keras_spmd._elsewhere import ensure_dtensor as ensure_dtensor
     from keras_spmd._elsewhere import get_dtensor_local as get_dtensor_local
     from keras_spmd._elsewhere import get_dtensor_spec as get_dtensor_spec

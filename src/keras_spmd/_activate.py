@@ -35,10 +35,13 @@ def patches() -> list[Patch]:
     """The table."""
     from keras_spmd import (
         _coverage,
+        _data,
         _initial_values,
         _meshes,
+        _optimizers,
         _promotion,
         _reading,
+        _trainer,
         _variables,
         distribution_lib,
     )
@@ -51,6 +54,7 @@ def patches() -> list[Patch]:
     dtensor = "torch.distributed.tensor"
     keras_dist = "keras.src.distribution.distribution_lib"
     torch_core = "keras.src.backend.torch.core"
+    trainer = "keras.src.backend.torch.trainer"
     return [
         # The backend's distribution library, under the names that Keras and scripts import it by.
         Patch(
@@ -153,6 +157,55 @@ def patches() -> list[Patch]:
             _variables.track_module_parameters_or,
             "the wrapped module must compute with the sharded parameters",
         ),
+        # Training.
+        Patch(
+            "keras.src.trainers.data_adapters",
+            "get_data_adapter",
+            _data.get_data_adapter_or,
+            "refuses everything but tf.data on a job of several processes",
+        ),
+        Patch(
+            trainer,
+            "TorchTrainer.make_train_function",
+            _trainer.make_function_or("train_function"),
+            "a training step gets its batch laid out",
+        ),
+        Patch(
+            trainer,
+            "TorchTrainer.make_test_function",
+            _trainer.make_function_or("test_function"),
+            "an evaluation step gets its batch laid out",
+        ),
+        Patch(
+            trainer,
+            "TorchTrainer.make_predict_function",
+            _trainer.make_function_or("predict_function"),
+            "a prediction step gets its batch laid out",
+        ),
+        Patch(
+            "keras.src.optimizers.base_optimizer",
+            "BaseOptimizer.apply",
+            _optimizers.apply_or,
+            "gradients take their variable's layout once, before the update",
+        ),
+        Patch(
+            "keras.src.optimizers.loss_scale_optimizer",
+            "LossScaleOptimizer.apply",
+            _optimizers.apply_or,
+            "it looks at the gradients before its inner optimizer does",
+        ),
+        Patch(
+            "keras.src.callbacks.callback_list",
+            "CallbackList.__init__",
+            _trainer.callback_list_init_or,
+            "callbacks in a thread of their own would issue collectives in any order",
+        ),
+        Patch(
+            "keras.src.utils.io_utils",
+            "print_msg",
+            _trainer.print_msg_or,
+            "progress and messages appear once",
+        ),
         # DTensor.
         Patch(
             dispatcher,
@@ -192,6 +245,12 @@ def patches() -> list[Patch]:
         ),
         Patch(
             dtensor,
+            "DTensor.__format__",
+            use(_reading.to_text),
+            "a loss in an f-string fails in torch",
+        ),
+        Patch(
+            dtensor,
             "DTensor.tolist",
             use(_reading.to_list),
             "fails in torch",
@@ -226,10 +285,14 @@ def activate() -> bool:
     sys.modules[module_name] = distribution_lib
     _undo.append(lambda: sys.modules.pop(module_name, None))
     _silence("Found a non-scalar tensor with numel=1")
-    for patch in patches():
-        _apply(patch)
-    rules.install()
-    _undo.append(rules.uninstall)
+    try:
+        for patch in patches():
+            _apply(patch)
+        _undo.append(rules.uninstall)
+        rules.install()
+    except BaseException:
+        _undo_all()
+        raise
     return True
 
 
@@ -258,6 +321,10 @@ def deactivate() -> None:
     if not _undo:
         return
     keras.distribution.set_distribution(None)
+    _undo_all()
+
+
+def _undo_all() -> None:
     while _undo:
         _undo.pop()()
 

@@ -6,6 +6,10 @@ They are here so that one script serves all backends, and torch is not even impo
 from typing import Any
 
 
+def distribute_batch(batch: Any) -> Any:
+    return batch
+
+
 def is_dtensor(x: object) -> bool:
     return False
 

@@ -8,6 +8,7 @@ piece, if a chunk of normal numbers is a multiple of 16 and the last one is at l
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,15 @@ class _Recorder(type(random_initializers)):  # type: ignore[misc]
     It is that module, until `writing_down` is set: then the three calls return a `Draw`.
     """
 
-    writing_down = False
+    _here = threading.local()
+
+    @property
+    def writing_down(self) -> bool:
+        return getattr(self._here, "writing_down", False)
+
+    @writing_down.setter
+    def writing_down(self, value: bool) -> None:
+        self._here.writing_down = value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(keras_random, name)

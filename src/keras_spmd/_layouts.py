@@ -63,6 +63,8 @@ def backend_mesh(keras_mesh: Any) -> DeviceMesh:
 def compute_mesh(keras_mesh: Any) -> DeviceMesh | None:
     """The torch mesh without the axes of size 1; None on a mesh of one."""
     if is_mesh_of_one(keras_mesh):
+        if _processes.num_processes() > 1:
+            check_covers_world(keras_mesh.shape, [0])
         return None
     return _torch_meshes(keras_mesh).compute
 
@@ -231,12 +233,6 @@ def wrap_local(
     return DTensor.from_local(
         local_tensor, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-
-
-def describe(layout: Any) -> str:
-    mesh = layout.device_mesh
-    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.axis_names, mesh.shape, strict=True))
-    return f"layout {tuple(layout.axes)} on mesh ({sizes})"
 
 
 def replicated_layout(keras_mesh: Any, ndim: int) -> Any:

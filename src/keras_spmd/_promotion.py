@@ -109,8 +109,7 @@ def replicated_spec_or(original: Callable) -> Callable:
     ) -> DTensorSpec:
         if not _switch.wanted:
             return original(dispatcher, op, tensor, mesh)
-        if _settings.check():
-            _check_equal_on_all_ranks(op, tensor)
+        check_promoted(tensor, f"the op {op}")
         # torch's own warns of tensors of shape (1,), which are ordinary here.
         meta = TensorMeta(shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype)
         return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
@@ -118,7 +117,10 @@ def replicated_spec_or(original: Callable) -> Callable:
     return replicated_spec
 
 
-def _check_equal_on_all_ranks(op: torch._ops.OpOverload, tensor: torch.Tensor) -> None:
+def check_promoted(tensor: torch.Tensor, user: str = "an op") -> None:
+    """With `KERAS_SPMD_CHECK=1`: raise unless this plain tensor is equal on all ranks."""
+    if not _settings.check() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
     if tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
         return
     mine = _fingerprint(tensor)
@@ -129,7 +131,7 @@ def _check_equal_on_all_ranks(op: torch._ops.OpOverload, tensor: torch.Tensor) -
         for rank, fingerprint in enumerate(all_prints):
             groups.setdefault(fingerprint, []).append(rank)
         raise RuntimeError(
-            f"KERAS_SPMD_CHECK: the op {op} {where()} got a plain tensor of shape "
+            f"KERAS_SPMD_CHECK: {user} {where()} got a plain tensor of shape "
             f"{tuple(tensor.shape)} and dtype {tensor.dtype} that is not the same on all ranks: "
             f"these groups of ranks differ: {sorted(groups.values())}. A plain tensor must be the "
             "same everywhere; draw it with keras.random or a fixed seed, or lay it out with "
@@ -186,6 +188,7 @@ def ensure_dtensor(
             return tensor.redistribute(placements=placements)
     mesh = device_mesh if device_mesh is not None else _mesh_for_helpers()
     tensor = tensor.to(mesh.device_type)
+    check_promoted(tensor, "laying out a tensor")
     whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole if placements is None else whole.redistribute(placements=placements)
 

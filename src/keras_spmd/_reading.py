@@ -25,6 +25,11 @@ def to_numpy(self: DTensor, *, force: bool = False) -> np.ndarray:
     return self.full_tensor().numpy(force=force)
 
 
+def to_text(self: DTensor, spec: str) -> str:
+    """`f"{loss:.3f}"`: the number, for a tensor of no dims."""
+    return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
+
+
 def to_list(self: DTensor) -> Any:
     """`dtensor.tolist()`."""
     return whole(self).tolist()

@@ -74,9 +74,12 @@ def initialize_or(original: Callable) -> Callable:
             original(self, value)
             return
         whole = value.detach()
+        if isinstance(whole, DTensor) and whole.device_mesh != target.device_mesh:
+            whole = whole.full_tensor()
         if isinstance(whole, DTensor):
             sharded = whole.redistribute(target.device_mesh, target.placements)
         else:
+            _promotion.check_promoted(whole, f"making the variable '{self.path}'")
             part = _layouts.local_slice(
                 whole.to(target.device_mesh.device_type), target.device_mesh, target.placements
             )
@@ -169,12 +172,16 @@ def direct_assign_or(original: Callable) -> Callable:
             original(self, value)
             return
         with torch.no_grad():
-            if isinstance(value, DTensor):
-                local = value.redistribute(target.device_mesh, target.placements).to_local()
-            else:
+            mesh, placements = target.device_mesh, target.placements
+            if isinstance(value, DTensor) and value.device_mesh != mesh:
+                value = value.full_tensor()
+            if not isinstance(value, DTensor):
                 value = torch.as_tensor(value, device=target.device)
-                local = _layouts.local_slice(value, target.device_mesh, target.placements)
-            target.to_local().copy_(local)
+                _promotion.check_promoted(value, f"assigning the variable '{self.path}'")
+                local = _layouts.local_slice(value, mesh, placements)
+                value = _layouts.wrap_local(local, mesh, placements, value.shape)
+            # As one op on the DTensor, so that autograd notices that it was written.
+            target.copy_(value.redistribute(mesh, placements))
 
     return _direct_assign
 

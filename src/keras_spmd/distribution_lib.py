@@ -21,8 +21,6 @@ from keras_spmd._processes import list_devices as list_devices
 from keras_spmd._processes import num_processes as num_processes
 from keras_spmd._processes import process_id as process_id
 
-DTensorLayout = BackendLayout
-
 
 def get_device_count(device_type: str | None = None) -> int:
     """How many devices the job has, over all processes."""

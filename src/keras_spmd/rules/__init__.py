@@ -3,9 +3,11 @@
 from keras_spmd.rules import attention as attention
 from keras_spmd.rules import convolution as convolution
 from keras_spmd.rules import embedding as embedding
+from keras_spmd.rules import indexing as indexing
 from keras_spmd.rules import losses as losses
 from keras_spmd.rules import normalization as normalization
 from keras_spmd.rules import randomness as randomness
+from keras_spmd.rules import reductions as reductions
 from keras_spmd.rules import scalars as scalars
 from keras_spmd.rules._registry import install as install
 from keras_spmd.rules._registry import uninstall as uninstall

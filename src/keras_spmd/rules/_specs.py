@@ -14,6 +14,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_leaves
 
+from keras_spmd import _promotion
+
 Placements = tuple[Placement, ...]
 
 
@@ -41,9 +43,12 @@ def local_as(tensor: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     """
     if tensor is None:
         return None
+    if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
+        tensor = to_replicated(tensor)
     if isinstance(tensor, DTensor):
         local_tensor, source = tensor._local_tensor, tensor._spec
     else:
+        _promotion.check_promoted(tensor)
         local_tensor, source = tensor, _spec(tensor, mesh, replicated(mesh))
     placements = tuple(placements)
     if source.placements != placements:

@@ -65,6 +65,14 @@ def convolution(
     return choices
 
 
+@sharding("aten.pixel_shuffle.default", "aten.pixel_unshuffle.default")
+def pixel_shuffle(x: Any, factor: int) -> list[Choice]:
+    """Sharded on batch dims only: the others change their size, and an uneven shard with them."""
+    choices: list[Choice] = [([Replicate()], [Replicate(), None])]
+    choices += [([Shard(dim)], [Shard(dim), None]) for dim in range(x.ndim - 3)]
+    return choices
+
+
 @sharding("aten.convolution_backward.default")
 def convolution_backward(
     grad: Any,

@@ -39,6 +39,8 @@ def deciding_or(original: Callable) -> Callable:
             if _has_pending((args, kwargs)):
                 return _run_without_pending_sums(op, args, kwargs)
             return run_replicated(op, args, kwargs, no_rule)
+        if _writes_by_mask(op, args):
+            return run_replicated(op, args, kwargs)
         if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
             return run_replicated(op, args, kwargs)
         if isinstance(decision, OutputSharding) and (
@@ -61,6 +63,13 @@ _LINEAR = frozenset(
     reshape _unsafe_view permute transpose t expand squeeze unsqueeze slice select slice_backward
     select_backward ones_like zeros_like empty_like full_like _local_scalar_dense""".split()  # noqa: SIM905
 )
+
+
+def _writes_by_mask(op: torch._ops.OpOverload, args: tuple) -> bool:
+    """`x[mask] = value`, which torch runs on a shard with the whole mask."""
+    return op.overloadpacket.__name__ in ("index_put", "index_put_", "_index_put_impl_") and any(
+        isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]
+    )
 
 
 def _is_linear(op: torch._ops.OpOverload) -> bool:

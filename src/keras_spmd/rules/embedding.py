@@ -54,11 +54,24 @@ def embedding(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     local_table = local_as(table, mesh, of_table)
     local_indices = local_as(indices, mesh, of_indices)
     if ROWS in of_table:
+        _check_range(local_indices, table.shape[0])
         (count, _), (start, _) = local_shape_and_offset(table.shape, mesh, of_table)
         local_indices = local_indices - start
         is_mine = (local_indices >= 0) & (local_indices < count)
         found = op(local_table, torch.where(is_mine, local_indices, 0), -1)
-        local = torch.where(is_mine[..., None], found, torch.zeros((), dtype=found.dtype))
+        local = torch.where(
+            is_mine[..., None], found, torch.zeros((), dtype=found.dtype, device=found.device)
+        )
     else:
         local = op(local_table, local_indices, *rest)
     return wrap(local, mesh, of_result, (*indices.shape, table.shape[1]))
+
+
+def _check_range(indices: torch.Tensor, count: int) -> None:
+    """What no rank has is a mistake, as it is without a mesh; a GPU would have to be waited for."""
+    is_real = indices.device.type == "cpu" and not isinstance(indices, torch._subclasses.FakeTensor)
+    if is_real and indices.numel() and not (indices.min() >= 0 and indices.max() < count):
+        raise IndexError(
+            f"index out of range in an embedding of {count} rows: the indices reach from "
+            f"{int(indices.min())} to {int(indices.max())}"
+        )

@@ -60,6 +60,7 @@ def _locals(args: list, mesh: DeviceMesh, placements: Placements, shape: torch.S
     "aten.huber_loss.default",
     "aten.soft_margin_loss.default",
     "aten.binary_cross_entropy.default",
+    "aten.binary_cross_entropy_with_logits.default",
 )
 def loss(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     asked, filled = _with_reduction(op, args, NONE)

@@ -69,7 +69,7 @@ def _statistics(
     return count, mean, spread / count
 
 
-def _update_running(running: Any, new: torch.Tensor, momentum: float, mesh: DeviceMesh) -> None:
+def _update_running(running: Any, new: torch.Tensor, momentum: float) -> None:
     """`running = (1 - momentum) * running + momentum * new`, in place; `new` is the global one."""
     if running is None:
         return
@@ -103,7 +103,7 @@ def _train(
     ):
         if running is not None:
             whole = local_as(wrap(new, mesh, channel_like, channels), mesh, replicated(mesh))
-            _update_running(running, whole, momentum, mesh)
+            _update_running(running, whole, momentum)
     output = torch.ops.aten.native_batch_norm(
         local_x,
         local_as(weight, mesh, channel_like),

@@ -1,0 +1,61 @@
+"""fit, evaluate and predict: each step gets its batch laid out, and rank 0 does the talking."""
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_spmd import _data, _layouts, _processes
+
+
+def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
+    """`make_train_function` and its like: the step's batch is laid out before the step sees it.
+
+    Also for a `train_step` that the user wrote, and for `train_on_batch`.
+    """
+
+    def wrap(original: Callable) -> Callable:
+        def make_function(self: Any, force: bool = False) -> Any:
+            before = getattr(self, attribute)
+            original(self, force)
+            step = getattr(self, attribute)
+            if step is not before:
+                setattr(self, attribute, _with_layout(step))
+            return getattr(self, attribute)
+
+        make_function.__doc__ = original.__doc__
+        return make_function
+
+    return wrap
+
+
+def _with_layout(step: Callable) -> Callable:
+    def function(data: list) -> Any:
+        if _layouts.active_mesh() is None:
+            return step(data)
+        return step([_data.distribute_batch(batch) for batch in data])
+
+    return function
+
+
+def print_msg_or(original: Callable) -> Callable:
+    """`io_utils.print_msg`, behind the progress bar and every message of Keras: said once."""
+
+    def print_msg(message: str, line_break: bool = True) -> None:
+        if _layouts.active_mesh() is None or _processes.process_id() == 0:
+            original(message, line_break)
+
+    return print_msg
+
+
+def callback_list_init_or(original: Callable) -> Callable:
+    """`CallbackList.__init__`: no callbacks in a thread of their own.
+
+    They read logs, which may take a collective, and collectives must come in the same order on
+    every rank.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _layouts.active_mesh() is not None:
+            self._async_train = self._async_test = self._async_predict = False
+
+    return __init__
