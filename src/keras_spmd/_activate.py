@@ -111,6 +111,18 @@ def patches() -> list[Patch]:
         # Variables.
         Patch(
             torch_core,
+            "Variable._layout",
+            use(None),
+            "variables made before activation have none in Keras 3.14",
+        ),
+        Patch(
+            torch_core,
+            "Variable.__init__",
+            _variables.init_or,
+            "Keras 3.14 drops the argument `layout` on torch",
+        ),
+        Patch(
+            torch_core,
             "Variable._initialize",
             _variables.initialize_or,
             "a value becomes this rank's shard",

@@ -1,5 +1,6 @@
 """Variables: born sharded, assigned and read as if they were whole."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,17 @@ def _target(variable: Any, shape: tuple[int, ...]) -> BackendLayout | None:
 
 def _is_symbolic() -> bool:
     return str(keras_torch.get_device()) == "meta"
+
+
+def init_or(original: Callable) -> Callable:
+    """`Variable.__init__`: Keras 3.14 keeps the argument `layout` on JAX only."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._layout = kwargs.get("layout")
+        original(self, *args, **kwargs)
+
+    return __init__
 
 
 def initialize_or(original: Callable) -> Callable:
