@@ -484,3 +484,33 @@ def test_tensors_of_two_meshes():
     assert_same(v, x)
     v.assign(keras.Variable(2 * x, layout=layout))
     assert_same(v, 2 * x)
+
+
+@on_ranks(2, 4)
+def test_shapes_changed_in_place_and_strided_views():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    activate()
+    changes = [
+        lambda x: x.t_(),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.unsqueeze_(1),
+        lambda x: x.as_strided((3, 4), (8, 2)),
+    ]
+    for kind in (None, 0, 1):
+        for change in changes:
+            mine, plain = fully_sharded(value(4, 8), kind).clone(), value(4, 8)
+            result, expected = change(mine), change(plain)
+            assert tuple(mine.shape) == tuple(plain.shape)
+            assert_same(result, expected)
+            assert_same(mine * 2, plain * 2)
+    signal = value(2, 64)
+    for kind in (None, 0, 1):
+        got = keras.ops.stft(placed(signal, kind).detach(), 16, 8, 16)
+        for a, b in zip(got, keras.ops.stft(signal, 16, 8, 16), strict=True):
+            assert_same(a, b, 1e-4, 1e-4)
+    w, b = value(8, seed=1), value(8, seed=2)
+    check(
+        lambda x, w, b: F.group_norm(x, 4, w, b),
+        [value(4, 8, 6), w, b],
+        [(a, c, c) for a in ("plain", None, 0, 1, 2) for c in ("plain", 0)],
+    )

@@ -39,7 +39,7 @@ def deciding_or(original: Callable) -> Callable:
             if _has_pending((args, kwargs)):
                 return _run_without_pending_sums(op, args, kwargs)
             return run_replicated(op, args, kwargs, no_rule)
-        if _writes_by_mask(op, args):
+        if _writes_by_mask(op, args) or op.overloadpacket.__name__ in _WRONG:
             return run_replicated(op, args, kwargs)
         if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
             return run_replicated(op, args, kwargs)
@@ -54,6 +54,8 @@ def deciding_or(original: Callable) -> Callable:
     return decide
 
 
+# Runs each shard with the sizes of the whole when there are weights.
+_WRONG = ("native_group_norm_backward",)
 # Older rules take the parts of a sum for whole numbers, in indexing for instance, and shard the
 # source of index_add but not its index.
 _IS_OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)

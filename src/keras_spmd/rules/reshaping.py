@@ -1,0 +1,37 @@
+"""Ops that change the shape of a tensor in place, and `as_strided`.
+
+torch has no rule for the former, and its own handler refuses the latter.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from keras_spmd.rules._registry import handler
+from keras_spmd.rules.fallback import run_replicated
+
+
+@handler(
+    "aten.t_.default",
+    "aten.transpose_.default",
+    "aten.swapaxes_.default",
+    "aten.swapdims_.default",
+    "aten.unsqueeze_.default",
+)
+def reshape_in_place(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """The op out of place, whose result the tensor then becomes."""
+    x = args[0]
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    result = getattr(torch.ops.aten, name)(*args, **kwargs)
+    x._local_tensor, x._spec = result._local_tensor, result._spec
+    return return_and_correct_aliasing(op, args, kwargs, x)
+
+
+@handler("aten.as_strided.default")
+def as_strided(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    x, size, stride = args[:3]
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    if tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not offset:
+        return torch.ops.aten.alias.default(x)
+    return run_replicated(op, args, kwargs)
