@@ -121,7 +121,7 @@ def test_convolutions_on_a_grid():
 @on_ranks(2, 4)
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_has_the_statistics_of_the_global_batch(training):
-    x, w, b = value(6, 8, 3, 5), value(8, seed=1), value(8, seed=2)
+    x, w, b = value(8, 8, 4, 5), value(8, seed=1), value(8, seed=2)
     running = [value(8, seed=3), value(8, seed=4).abs()]
 
     def norm(stats):
