@@ -189,6 +189,18 @@ def patches() -> list[Patch]:
         ),
         Patch(
             trainer,
+            "TorchEpochIterator._get_iterator",
+            _data.get_iterator_or,
+            "each rank reads its rows of a batch, if they can be read alone",
+        ),
+        Patch(
+            trainer,
+            "TorchEpochIterator.__iter__",
+            _data.iter_or,
+            "shuffles are drawn from random states, which must be equal on all ranks",
+        ),
+        Patch(
+            trainer,
             "TorchTrainer.make_train_function",
             _trainer.make_function_or("train_function"),
             "a training step gets its batch laid out",

@@ -4,16 +4,19 @@ What a user passes is global and the same on every rank, so a rank takes its row
 without asking anybody. With `auto_shard_dataset=False` what it has is its own rows already.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from keras.src import tree
 from keras.src.backend.torch import core as keras_torch
+from keras.src.trainers.data_adapters import data_adapter_utils
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, distribution_lib
+from keras_spmd import _layouts, _loaders, _own_rows, _processes, _promotion, _settings
+from keras_spmd._transfer import one_ahead, to_device
 
 
 def distribute_batch(batch: Any) -> Any:
@@ -35,23 +38,134 @@ def distribute_batch(batch: Any) -> Any:
     distribution = _layouts.active_distribution()
     if distribution is None or _layouts.is_mesh_of_one(distribution.device_mesh):
         return batch
-    return tree.map_structure(lambda leaf: _distribute(leaf, distribution), batch)
+    if not distribution.auto_shard_dataset:
+        return _own_rows.join(tree.map_structure(as_tensor, batch), distribution)
+    return tree.map_structure(lambda leaf: _cut(leaf, distribution), batch)
 
 
-def _distribute(leaf: Any, distribution: Any) -> Any:
-    if isinstance(leaf, DTensor) or not _has_rows(leaf):
+def as_tensor(leaf: Any) -> Any:
+    """An array of any library as a tensor, on the host unless it is on a device already."""
+    if leaf is None or isinstance(leaf, torch.Tensor) or not _is_array(leaf):
         return leaf
-    tensor = keras_torch.convert_to_tensor(leaf)
-    layout = distribution.get_data_layout(tuple(tensor.shape))
-    if distribution.auto_shard_dataset:
-        return distribution_lib.distribute_tensor(tensor, layout)
-    return distribution_lib.distribute_data_input(tensor, layout, distribution.batch_dim_name)
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        leaf = leaf.todense()
+    with keras_torch.device_scope("cpu"):
+        return keras_torch.convert_to_tensor(leaf)
 
 
-def _has_rows(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.ndim > 0
-    return isinstance(leaf, np.ndarray) and leaf.ndim > 0 and leaf.dtype.kind in "biufc"
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in "biufcV"
+    return hasattr(leaf, "__array__") or data_adapter_utils.is_scipy_sparse(leaf)
+
+
+def _cut(leaf: Any, distribution: Any) -> Any:
+    """This rank's part of a global leaf, as a DTensor."""
+    tensor = as_tensor(leaf)
+    if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0:
+        return leaf
+    mesh = _layouts.compute_mesh(distribution.device_mesh)
+    assert mesh is not None
+    if isinstance(tensor, DTensor):
+        return _checked(tensor, mesh)
+    _promotion.check_promoted(tensor, "a batch")
+    placements = _batch_placements(tuple(tensor.shape), distribution)
+    local = to_device(_layouts.local_slice(tensor, mesh, placements))
+    return _layouts.wrap_local(local, mesh, placements, tensor.shape)
+
+
+def _checked(x: DTensor, mesh: Any) -> DTensor:
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"A batch holds a DTensor of shape {tuple(x.shape)} on the mesh {x.device_mesh}, but "
+            f"the active distribution has the mesh {mesh}. Pass plain tensors or arrays, or lay it "
+            "out on the active mesh with keras_spmd.distribute_batch."
+        )
+    return x
+
+
+def _batch_placements(shape: tuple[int, ...], distribution: Any) -> tuple:
+    return _layouts.placements_of(distribution.get_data_layout(shape), shape, what="a batch")
+
+
+def _wrap_rows(leaf: Any, size: int, distribution: Any) -> Any:
+    """This rank's rows of a leaf of a batch of `size` rows."""
+    tensor = as_tensor(leaf)
+    if not isinstance(tensor, torch.Tensor):
+        return leaf
+    local = to_device(tensor)
+    mesh = _layouts.compute_mesh(distribution.device_mesh)
+    if mesh is None or tensor.ndim == 0:
+        return local
+    shape = (size, *tensor.shape[1:])
+    return _layouts.wrap_local(local, mesh, _batch_placements(shape, distribution), shape)
+
+
+class _RowsOfRank:
+    """Which rows of a batch this rank computes. Equal for equal distributions."""
+
+    def __init__(self, distribution: Any) -> None:
+        self.distribution = distribution
+
+    def __call__(self, count: int) -> slice:
+        mesh = _layouts.compute_mesh(self.distribution.device_mesh)
+        if mesh is None:
+            return slice(0, count)
+        placements = _batch_placements((count,), self.distribution)
+        (size,), (start,) = _layouts.local_shape_and_offset((count,), mesh, placements)
+        return slice(start, start + size)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _RowsOfRank) and other.distribution is self.distribution
+
+    def __hash__(self) -> int:
+        return id(self.distribution)
+
+
+def get_iterator_or(original: Callable) -> Callable:
+    """`TorchEpochIterator._get_iterator`: batches come out laid out, each rank reading its rows."""
+
+    def _get_iterator(self: Any) -> Any:
+        distribution = _layouts.active_distribution()
+        if distribution is None:
+            return original(self)
+        batches = _batches(self.data_adapter, distribution)
+        return one_ahead(batches) if _loaders.can_look_ahead(self.data_adapter) else batches
+
+    return _get_iterator
+
+
+def _batches(adapter: Any, distribution: Any) -> Iterable[Any]:
+    alone = _layouts.is_mesh_of_one(distribution.device_mesh)
+    if not distribution.auto_shard_dataset and not alone:
+        return _own_rows.batches(adapter, distribution, as_tensor)
+    parts = _loaders.parts_of(adapter, _RowsOfRank(distribution))
+    if parts is None:
+        return _cut_batches(adapter, distribution, alone)
+    wrap = functools.partial(_wrap_rows, distribution=distribution)
+    return (
+        tree.map_structure(functools.partial(wrap, size=part.size), part.rows) for part in parts
+    )
+
+
+def _cut_batches(adapter: Any, distribution: Any, alone: bool) -> Iterator[Any]:
+    for batch in _loaders.whole_batches(adapter):
+        if alone:
+            yield tree.map_structure(lambda leaf: to_device(as_tensor(leaf)), batch)
+        else:
+            yield tree.map_structure(lambda leaf: _cut(leaf, distribution), batch)
+
+
+def iter_or(original: Callable) -> Callable:
+    """`TorchEpochIterator.__iter__`: an epoch begins with one random state on all ranks."""
+
+    def __iter__(self: Any) -> Any:
+        distribution = _layouts.active_distribution()
+        if distribution is not None and not _layouts.is_mesh_of_one(distribution.device_mesh):
+            _processes.keep_random_states_equal(warn=distribution.auto_shard_dataset)
+        return original(self)
+
+    return __iter__
 
 
 def get_data_adapter_or(original: Callable) -> Callable:
@@ -61,6 +175,8 @@ def get_data_adapter_or(original: Callable) -> Callable:
         distribution = _layouts.active_distribution()
         if distribution is None or not distribution._is_multi_process:
             return original(*args, **kwargs)
+        if distribution.auto_shard_dataset:
+            _check_is_global(args, kwargs)
         # Batches are cut when they come out, so for the adapter there is one process.
         distribution._is_multi_process = False
         try:
@@ -69,3 +185,23 @@ def get_data_adapter_or(original: Callable) -> Callable:
             distribution._is_multi_process = True
 
     return get_data_adapter
+
+
+def _check_is_global(args: tuple, kwargs: dict) -> None:
+    names = ("x", "y", "sample_weight")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    loader = given.get("x")
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, torch.utils.data.distributed.DistributedSampler):
+        raise ValueError(
+            "The DataLoader has a DistributedSampler, which gives each rank rows of its own, but "
+            "with this distribution data is global: every rank passes all of it and computes its "
+            "rows of each batch. Leave the sampler away, or set auto_shard_dataset=False on the "
+            "distribution and make the batch size that of one rank."
+        )
+    if not _settings.check():
+        return
+    for name in names:
+        for leaf in tree.flatten(given.get(name)):
+            if isinstance(as_tensor(leaf), torch.Tensor) and not isinstance(leaf, DTensor):
+                _promotion.check_promoted(as_tensor(leaf), f"the argument `{name}`")

@@ -6,11 +6,14 @@ no process group for that.
 
 import atexit
 import os
+import pickle
 import random
 import sys
 import time
 import weakref
+import zlib
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -245,6 +248,20 @@ class OncePerGroup:
 _agreed = OncePerGroup()
 
 
+def _random_states() -> tuple:
+    cuda_state = torch.cuda.get_rng_state() if default_device_type() == "gpu" else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda_state
+
+
+def _set_random_states(states: tuple) -> None:
+    python_state, numpy_state, torch_state, cuda_state = states
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    if cuda_state is not None:
+        torch.cuda.set_rng_state(cuda_state)
+
+
 def _agree_on_random_state() -> None:
     """Give every process the random state of process 0.
 
@@ -254,12 +271,9 @@ def _agree_on_random_state() -> None:
     if dist.get_world_size() == 1 or not _agreed.is_new():
         return
     seed = rng_utils.get_random_seed()
-    cuda_state = torch.cuda.get_rng_state() if default_device_type() == "gpu" else None
-    states: list[tuple] = [
-        (seed, random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda_state)
-    ]
+    states: list[tuple] = [(seed, _random_states())]
     dist.broadcast_object_list(states, src=0)
-    seed_of_0, python_state, numpy_state, torch_state, cuda_state = states[0]
+    seed_of_0, states_of_0 = states[0]
     if seed is not None and seed != seed_of_0:
         raise ValueError(
             f"keras.utils.set_random_seed({seed}) was called on process {dist.get_rank()}, but "
@@ -268,8 +282,34 @@ def _agree_on_random_state() -> None:
         )
     if seed is None and seed_of_0 is not None:
         rng_utils.set_random_seed(seed_of_0)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
-    if cuda_state is not None:
-        torch.cuda.set_rng_state(cuda_state)
+    _set_random_states(states_of_0)
+
+
+def keep_random_states_equal(*, warn: bool) -> None:
+    """Give every process the random state of process 0 again, if they drifted apart.
+
+    Shuffles are drawn from it, and they must be the same on all ranks. What makes states drift is
+    code that draws on some ranks only, or in threads, in any order.
+    """
+    mine = zlib.crc32(pickle.dumps([_as_bytes(state) for state in _random_states()]))
+    prints = [torch.tensor([0]) for _ in range(dist.get_world_size())]
+    dist.all_gather(prints, torch.tensor([mine]))
+    if all(bool(other == prints[0]) for other in prints):
+        return
+    states = [_random_states()]
+    dist.broadcast_object_list(states, src=0)
+    _set_random_states(states[0])
+    if warn:
+        different = [rank for rank, other in enumerate(prints) if bool(other != prints[0])]
+        warn_once(
+            "random states",
+            f"The random states of the ranks {different} were not that of rank 0 any more, and "
+            "were set to it: shuffles are drawn from them. Something draws random numbers on some "
+            "ranks only, or in threads; use keras.random with a seed, or a generator of your own.",
+        )
+
+
+def _as_bytes(state: Any) -> bytes:
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    return pickle.dumps(state)
