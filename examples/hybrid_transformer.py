@@ -84,9 +84,9 @@ def main() -> None:
     )
     model.fit(*make_tokens(480, seed=1), batch_size=96, epochs=6, verbose=2)
 
-    tokens, successors = make_tokens(64, seed=2)
-    loss, _ = model.evaluate(tokens, successors, batch_size=64, verbose=0)
-    last = model.predict(tokens, batch_size=64, verbose=0)[:, -1].argmax(axis=-1)
+    tokens, successors = make_tokens(96, seed=2)
+    loss, _ = model.evaluate(tokens, successors, batch_size=96, verbose=0)
+    last = model.predict(tokens, batch_size=96, verbose=0)[:, -1].argmax(axis=-1)
     assert (last == successors[:, -1]).mean() > 0.9
 
     if keras_spmd.distribution_lib.process_id() == 0:

@@ -1,5 +1,6 @@
 """Switching on and off: in any order of imports, from one table, and back to exactly what was."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def _snapshot():
     tables.append(DTensor._op_dispatcher._custom_op_handlers)
     for table in tables:
         found |= {(id(table), key): value for key, value in table.items()}
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]:
+        found["log", name] = list(logging.getLogger(name).filters)
     return found
 
 
