@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 HERE = Path(__file__).parent
@@ -176,13 +177,61 @@ def on_ranks(*sizes: int, timeout: float = 90.0) -> Callable[[Callable], Callabl
             __tracebackhide__ = True
             bench_of(ranks).run(body, kwargs, timeout)
 
-        names = ["ranks", *inspect.signature(body).parameters]
-        parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]
-        test.__signature__ = inspect.Signature(parameters)
-        test.__name__, test.__doc__ = body.__name__, body.__doc__
-        test.__module__ = body.__module__
-        test.body = body
-        test.pytestmark = list(getattr(body, "pytestmark", []))
-        return pytest.mark.parametrize("ranks", sizes)(test)
+        return _as_test(test, body, sizes)
 
     return decorate
+
+
+def same_on_ranks(
+    *sizes: int, rtol: float = 1e-5, atol: float = 1e-6, timeout: float = 90.0
+) -> Callable[[Callable], Callable]:
+    """Make a test whose body returns on every rank of a job what it returns in a job of one.
+
+    For what has no reference without a distribution, such as random numbers. A body returns arrays,
+    numbers, strings, None, and lists, tuples or dicts of them.
+    """
+    references: dict[tuple, Any] = {}
+
+    def decorate(body: Callable) -> Callable:
+        def test(ranks: int, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            key = tuple(sorted(kwargs.items()))
+            if key not in references:
+                (references[key],) = bench_of(1).run(body, kwargs, timeout)
+            for rank, result in enumerate(bench_of(ranks).run(body, kwargs, timeout)):
+                assert_equal_results(result, references[key], f"rank {rank}", rtol, atol)
+
+        return _as_test(test, body, sizes)
+
+    return decorate
+
+
+def _as_test(test: Callable, body: Callable, sizes: tuple[int, ...]) -> Callable:
+    """`test` with the name, the doc, the marks and the parameters of the body, for pytest."""
+    names = ["ranks", *inspect.signature(body).parameters]
+    parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    test.__module__ = body.__module__
+    test.body = body  # type: ignore[attr-defined]
+    test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
+    return pytest.mark.parametrize("ranks", sizes)(test)
+
+
+def assert_equal_results(
+    actual: Any, expected: Any, where: str, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    """Nested results are equal, arrays and floats within the tolerances."""
+    assert type(actual) is type(expected), f"{where}: {actual!r} is not {expected!r}"
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected), where
+        for key, value in expected.items():
+            assert_equal_results(actual[key], value, f"{where}[{key!r}]", rtol, atol)
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for i, value in enumerate(expected):
+            assert_equal_results(actual[i], value, f"{where}[{i}]", rtol, atol)
+    elif isinstance(expected, (float, np.ndarray, np.generic)):
+        np.testing.assert_allclose(actual, expected, rtol, atol, err_msg=where)
+    else:
+        assert actual == expected, where

@@ -323,9 +323,6 @@ DRAWS = {
     "uniform": lambda x: x.clone().uniform_(2, 3),
     "normal": lambda x: torch.empty_like(x).normal_(1, 2),
     "multinomial": lambda x: torch.multinomial(x.softmax(-1), 3, replacement=True).float(),
-    "keras dropout": lambda x: keras.random.dropout(x, 0.4),
-    "keras seeded dropout": lambda x: keras.random.dropout(x, 0.4, seed=3),
-    "keras layer": lambda x: layers.GaussianNoise(0.3, seed=4)(x, training=True),
 }
 
 

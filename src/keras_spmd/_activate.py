@@ -41,6 +41,7 @@ def patches() -> list[Patch]:
         _meshes,
         _optimizers,
         _promotion,
+        _random,
         _reading,
         _trainer,
         _variables,
@@ -170,6 +171,16 @@ def patches() -> list[Patch]:
             _variables.track_module_parameters_or,
             "the wrapped module must compute with the sharded parameters",
         ),
+        # Random numbers.
+        *[
+            Patch(
+                "keras.src.backend.torch.random",
+                function.__name__,
+                _random.instead_of(function),
+                "the same numbers on every mesh, each rank drawing its part",
+            )
+            for function in _random.FUNCTIONS
+        ],
         # Training.
         Patch(
             "keras.src.trainers.data_adapters",

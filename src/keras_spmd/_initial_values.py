@@ -19,6 +19,7 @@ from keras.src.backend.torch import random as keras_random
 from keras.src.backend.torch.core import get_device, to_torch_dtype
 from keras.src.initializers import constant_initializers, random_initializers
 
+from keras_spmd import _random
 from keras_spmd._layouts import local_shape_and_offset
 
 CHUNK = 1 << 20
@@ -84,19 +85,22 @@ class _Recorder(type(random_initializers)):  # type: ignore[misc]
     def normal(self, shape: Any, mean: float = 0.0, stddev: float = 1.0, **kwargs: Any) -> Any:
         if self.writing_down:
             return Draw("normal", mean, stddev, kwargs.get("seed"))
-        return keras_random.normal(shape, mean, stddev, **kwargs)
+        with _random.initial_values():
+            return keras_random.normal(shape, mean, stddev, **kwargs)
 
     def uniform(self, shape: Any, minval: float = 0.0, maxval: float = 1.0, **kwargs: Any) -> Any:
         if self.writing_down:
             return Draw("uniform", minval, maxval, kwargs.get("seed"))
-        return keras_random.uniform(shape, minval, maxval, **kwargs)
+        with _random.initial_values():
+            return keras_random.uniform(shape, minval, maxval, **kwargs)
 
     def truncated_normal(
         self, shape: Any, mean: float = 0.0, stddev: float = 1.0, **kwargs: Any
     ) -> Any:
         if self.writing_down:
             return Draw("truncated_normal", mean, stddev, kwargs.get("seed"))
-        return keras_random.truncated_normal(shape, mean, stddev, **kwargs)
+        with _random.initial_values():
+            return keras_random.truncated_normal(shape, mean, stddev, **kwargs)
 
 
 recorder = _Recorder("keras_spmd_initializer_random")

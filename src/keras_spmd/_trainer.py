@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from keras_spmd import _data, _layouts, _processes
+from keras_spmd import _data, _layouts, _processes, _random
 
 
 def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
@@ -31,7 +31,9 @@ def _with_layout(step: Callable) -> Callable:
     def function(data: list) -> Any:
         if _layouts.active_mesh() is None:
             return step(data)
-        return step([_data.distribute_batch(batch) for batch in data])
+        batches = [_data.distribute_batch(batch) for batch in data]
+        with _random.layouts_at_hand(batches):
+            return step(batches)
 
     return function
 

@@ -13,7 +13,7 @@ from keras.src.random.seed_generator import SeedGenerator
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from keras_spmd import _coverage, _initial_values, _layouts, _promotion
+from keras_spmd import _coverage, _initial_values, _layouts, _promotion, _random
 from keras_spmd._layouts import BackendLayout
 from keras_spmd._notices import warn_once
 
@@ -126,6 +126,10 @@ def initialize_with_initializer_or(original: Callable) -> Callable:
     """`Variable._initialize_with_initializer`: this rank makes its own shard only."""
 
     def _initialize_with_initializer(self: Any, initializer: Callable) -> None:
+        with _random.initial_values():
+            initialize(self, initializer)
+
+    def initialize(self: Any, initializer: Callable) -> None:
         target = None if _is_symbolic() else _target(self, self._shape)
         if target is None:
             if self._layout is None or _is_symbolic() or str(keras_torch.get_device()) == "cpu":
@@ -229,7 +233,8 @@ def layer_call_or(original: Callable) -> Callable:
             with _promotion.promoting():
                 return original(self, *args, **kwargs)
         _promotion.sync_with_distribution()
-        outputs = original(self, *args, **kwargs)
+        with _random.layouts_at_hand((args, kwargs)):
+            outputs = original(self, *args, **kwargs)
         if self.__dict__.get("_keras_spmd_seen_in") != id(distribution) and self.built:
             _warn_of_plain_variables(self, distribution)
         return outputs
