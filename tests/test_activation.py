@@ -64,6 +64,24 @@ def test_names_imported_before_activation_work():
     assert result.returncode == 0, result.stderr
 
 
+def test_a_warning_names_the_line_of_a_script_without_functions():
+    result = run(
+        """
+        import warnings
+        import keras
+        import keras_spmd
+        layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1,), ("batch",)))
+        layouts["typo"] = ()
+        with keras.distribution.ModelParallel(layout_map=layouts).scope():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                keras.optimizers.SGD().build([])
+        assert [w.filename for w in caught] == ["<string>"]
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_module_that_scripts_import():
     from keras.src.backend.torch import distribution_lib
     from keras.src.backend.torch.distribution_lib import list_devices
