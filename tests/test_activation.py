@@ -1,5 +1,6 @@
 """Switching on and off: in any order of imports, from one table, and back to exactly what was."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -63,6 +64,24 @@ def test_names_imported_before_activation_work():
     assert result.returncode == 0, result.stderr
 
 
+def test_a_warning_names_the_line_of_a_script_without_functions():
+    result = run(
+        """
+        import warnings
+        import keras
+        import keras_spmd
+        layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((1,), ("batch",)))
+        layouts["typo"] = ()
+        with keras.distribution.ModelParallel(layout_map=layouts).scope():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                keras.optimizers.SGD().build([])
+        assert [w.filename for w in caught] == ["<string>"]
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_the_module_that_scripts_import():
     from keras.src.backend.torch import distribution_lib
     from keras.src.backend.torch.distribution_lib import list_devices
@@ -101,6 +120,8 @@ def _snapshot():
     tables.append(DTensor._op_dispatcher._custom_op_handlers)
     for table in tables:
         found |= {(id(table), key): value for key, value in table.items()}
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.")]:
+        found["log", name] = list(logging.getLogger(name).filters)
     return found
 
 

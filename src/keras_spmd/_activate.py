@@ -7,6 +7,7 @@ what was there. The rows hold for the versions in `_versions.py`.
 
 import functools
 import importlib
+import logging
 import sys
 import warnings
 from collections.abc import Callable
@@ -320,6 +321,8 @@ def activate() -> bool:
     sys.modules[module_name] = distribution_lib
     _undo.append(lambda: sys.modules.pop(module_name, None))
     _silence("Found a non-scalar tensor with numel=1")
+    _silence_log("torch.distributed.tensor._redistribute", "sequential")
+    _silence_log("torch.distributed.tensor._collective_utils", "alltoall")
     try:
         for patch in patches():
             _apply(patch)
@@ -338,6 +341,21 @@ def _silence(message: str) -> None:
     warnings.filterwarnings("ignore", message=message)
     for entry in [entry for entry in filters if entry not in before]:
         _undo.append(functools.partial(_discard, filters, entry))
+
+
+def _silence_log(logger_name: str, word: str) -> None:
+    """Drop a message of torch's log, which every rank would write.
+
+    One says that a sum over two mesh axes takes two collectives, one that gloo has no all-to-all:
+    nothing that the author of a Keras script could change.
+    """
+    logger = logging.getLogger(logger_name)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return word not in str(record.msg)
+
+    logger.addFilter(keep)
+    _undo.append(functools.partial(logger.removeFilter, keep))
 
 
 def _discard(items: list, item: Any) -> None:

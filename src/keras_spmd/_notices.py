@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from types import FrameType
 
 from keras.src.backend.common.name_scope import current_path
 
@@ -28,8 +29,9 @@ def warn_once(key: object, message: str) -> None:
 
 def _depth_of_user_code() -> int:
     """How far up the stack the first frame is that is neither ours, nor Keras's, nor torch's."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None:
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
+    while frame is not None:
         if frame.f_globals.get("__name__", "").split(".")[0] not in (
             "keras_spmd",
             "keras",
