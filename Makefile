@@ -20,6 +20,7 @@ test: lint keras-tests
 
 keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py
+	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py -k "grain or pandas or tf_data"
 
 lint: $(READY)
 	$(RUN)/ruff check .

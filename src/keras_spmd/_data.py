@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from keras_spmd import _layouts, _loaders, _own_rows, _processes, _promotion, _settings
 from keras_spmd._transfer import one_ahead, to_device
 
+_ARGUMENTS = ("x", "y", "sample_weight")
+
 
 def distribute_batch(batch: Any) -> Any:
     """Lay a batch out over the active mesh: the batch dim is sharded over the data axis.
@@ -129,16 +131,16 @@ def get_iterator_or(original: Callable) -> Callable:
         distribution = _layouts.active_distribution()
         if distribution is None:
             return original(self)
-        batches = _batches(self.data_adapter, distribution)
+        batches = _batches(self.data_adapter, distribution, self.steps_per_epoch)
         return one_ahead(batches) if _loaders.can_look_ahead(self.data_adapter) else batches
 
     return _get_iterator
 
 
-def _batches(adapter: Any, distribution: Any) -> Iterable[Any]:
+def _batches(adapter: Any, distribution: Any, steps: int | None) -> Iterable[Any]:
     alone = _layouts.is_mesh_of_one(distribution.device_mesh)
     if not distribution.auto_shard_dataset and not alone:
-        return _own_rows.batches(adapter, distribution, as_tensor)
+        return _own_rows.batches(adapter, distribution, as_tensor, steps)
     parts = _loaders.parts_of(adapter, _RowsOfRank(distribution))
     if parts is None:
         return _cut_batches(adapter, distribution, alone)
@@ -181,15 +183,26 @@ def get_data_adapter_or(original: Callable) -> Callable:
         distribution._is_multi_process = False
         try:
             return original(*args, **kwargs)
+        except ValueError as error:
+            if "Unrecognized data type" not in str(error):
+                raise
+            raise ValueError(
+                f"Data of the type {type(_given(args, kwargs)['x']).__name__} can't be read. Pass "
+                "NumPy arrays, tensors or data frames (or lists and dicts of them), a PyDataset, a "
+                "torch DataLoader, a generator of batches, a grain dataset or a tf.data.Dataset."
+            ) from error
         finally:
             distribution._is_multi_process = True
 
     return get_data_adapter
 
 
+def _given(args: tuple, kwargs: dict) -> dict[str, Any]:
+    return {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+
+
 def _check_is_global(args: tuple, kwargs: dict) -> None:
-    names = ("x", "y", "sample_weight")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = _given(args, kwargs)
     loader = given.get("x")
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, torch.utils.data.distributed.DistributedSampler):
@@ -201,7 +214,7 @@ def _check_is_global(args: tuple, kwargs: dict) -> None:
         )
     if not _settings.check():
         return
-    for name in names:
+    for name in _ARGUMENTS:
         for leaf in tree.flatten(given.get(name)):
             if isinstance(as_tensor(leaf), torch.Tensor) and not isinstance(leaf, DTensor):
                 _promotion.check_promoted(as_tensor(leaf), f"the argument `{name}`")

@@ -25,30 +25,38 @@ def join(batch: Any, distribution: Any) -> Any:
     return tree.map_structure(join_leaf, batch)
 
 
-def batches(adapter: Any, distribution: Any, as_tensor: Callable) -> Iterator[Any]:
-    """Global batches, as long as every rank has one."""
+def batches(
+    adapter: Any, distribution: Any, as_tensor: Callable, steps: int | None
+) -> Iterator[Any]:
+    """Global batches, as long as every rank has one. `steps` is how many Keras will take."""
+    limits = [count for count in (steps, adapter.num_batches) if count]
+    # A rank that knows its last batch doesn't come back to say that there is no other.
+    planned = _tell_each_other(min(limits) if limits else None)
+    if len(set(planned)) > 1:
+        _refuse(["unknown" if count is None else str(count) for count in planned])
     number, nothing = 0, object()
     iterator = iter(_loaders.whole_batches(adapter))
     while True:
         batch = next(iterator, nothing)
-        _check_all_have(batch is not nothing, number, adapter.num_batches)
+        have = _tell_each_other(batch is not nothing)
+        if len(set(have)) > 1:
+            _refuse([f"at least {number + 1}" if has else str(number) for has in have])
         if batch is nothing:
             return
         number += 1
         yield join(tree.map_structure(as_tensor, batch), distribution)
 
 
-def _check_all_have(has_one: bool, so_far: int, total: int | None) -> None:
+def _tell_each_other(mine: Any) -> list[Any]:
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (has_one, so_far, total))
-    if len({has for has, _, _ in everybody}) == 1:
-        return
-    counts = []
-    for rank, (has, number, total) in enumerate(everybody):
-        count = str(number) if not has else str(total) if total else f"at least {number + 1}"
-        counts.append(f"rank {rank}: {count}")
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+
+def _refuse(counts: list[str]) -> None:
+    had = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
     raise ValueError(
         "With auto_shard_dataset=False every rank must have the same number of batches, because "
-        f"they compute each step together. This epoch they had {', '.join(counts)}. Give each rank "
-        "equally many, or pass steps_per_epoch (steps, validation_steps) of what all of them have."
+        f"they compute each step together. This epoch they have {had}. Give each rank equally "
+        "many, or pass steps_per_epoch (steps, validation_steps) of what all of them have."
     )
