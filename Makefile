@@ -20,7 +20,8 @@ test: lint keras-tests
 
 keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py
-	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py -k "grain or pandas or tf_data"
+	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py tests/test_callbacks.py \
+		-k "grain or pandas or tf_data or tensorboard"
 
 lint: $(READY)
 	$(RUN)/ruff check .

@@ -37,12 +37,15 @@ def patches() -> list[Patch]:
     from keras_spmd import (
         _coverage,
         _data,
+        _files,
         _initial_values,
         _meshes,
+        _messages,
         _optimizers,
         _promotion,
         _random,
         _reading,
+        _stopping,
         _trainer,
         _variables,
         distribution_lib,
@@ -236,12 +239,80 @@ def patches() -> list[Patch]:
             _trainer.callback_list_init_or,
             "callbacks in a thread of their own would issue collectives in any order",
         ),
+        *[
+            Patch(
+                "keras.src.callbacks.callback_list",
+                f"CallbackList.on_{phase}_batch_end",
+                _stopping.batch_end_or(attribute),
+                f"{attribute} set on one rank stops all",
+            )
+            for phase, attribute in (
+                ("train", "stop_training"),
+                ("test", "stop_evaluating"),
+                ("predict", "stop_predicting"),
+            )
+        ],
+        Patch(
+            "keras.src.callbacks.callback_list",
+            "CallbackList.on_epoch_end",
+            _stopping.epoch_end_or,
+            "stop_training set on one rank stops all",
+        ),
+        # What is said and written once.
         Patch(
             "keras.src.utils.io_utils",
             "print_msg",
-            _trainer.print_msg_or,
+            _messages.print_msg_or,
             "progress and messages appear once",
         ),
+        Patch(
+            "keras.src.utils.summary_utils",
+            "print_summary",
+            _messages.print_summary_or,
+            "in a terminal it prints past print_msg",
+        ),
+        Patch(
+            "warnings",
+            "showwarning",
+            _messages.show_warning_or,
+            "warnings of Keras appear once",
+        ),
+        *[
+            Patch(
+                f"keras.src.callbacks.{module}",
+                "file_utils",
+                use(files),
+                "its files are written once",
+            )
+            for module, files in (
+                ("csv_logger", _files.quiet_files),
+                ("tensorboard", _files.quiet_files),
+                ("model_checkpoint", _files.shared_files),
+                ("backup_and_restore", _files.shared_files),
+            )
+        ],
+        Patch(
+            "keras.src.callbacks.tensorboard",
+            "TensorBoard.set_model",
+            _files.tensorboard_set_model_or,
+            "its files are written once",
+        ),
+        Patch(
+            "keras.src.callbacks.remote_monitor",
+            "RemoteMonitor.on_epoch_end",
+            _files.on_rank_0,
+            "events are sent once",
+        ),
+        *[
+            Patch(
+                "keras.src.saving.saving_api",
+                name,
+                _files.save_or,
+                "all ranks gather the weights, one writes them",
+                everywhere=True,
+            )
+            for name in ("save_model", "save_weights")
+        ],
         # DTensor.
         Patch(
             dispatcher,

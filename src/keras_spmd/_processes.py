@@ -21,7 +21,7 @@ import torch.distributed as dist
 from keras.src.backend.torch import core as keras_torch
 from keras.src.utils import rng_utils
 
-from keras_spmd import _rendezvous, _settings
+from keras_spmd import _failures, _rendezvous, _settings
 from keras_spmd._notices import warn_once
 from keras_spmd._rendezvous import Rendezvous
 
@@ -142,6 +142,7 @@ def _join(meeting: Rendezvous) -> None:
     store = _open_store(meeting)
     _await_all(store, meeting)
     _init_group(store, meeting.rank, meeting.world_size)
+    _failures.start(store, meeting.rank, meeting.world_size)
     _agree_on_random_state()
 
 
@@ -218,6 +219,7 @@ def _init_group(store: dist.Store, rank: int, world_size: int) -> None:
 
 def leave() -> None:
     """Leave the process group; called at exit, after errors too."""
+    _failures.stop()
     if dist.is_initialized():
         # gloo's threads need the interpreter's lock to drop their last tensors. One that asks for
         # it while the interpreter shuts down aborts the process, so let them have it now.

@@ -1,9 +1,9 @@
-"""fit, evaluate and predict: each step gets its batch laid out, and rank 0 does the talking."""
+"""fit, evaluate and predict: each step gets its batch laid out."""
 
 from collections.abc import Callable
 from typing import Any
 
-from keras_spmd import _data, _layouts, _processes, _random
+from keras_spmd import _data, _layouts, _random
 
 
 def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
@@ -36,16 +36,6 @@ def _with_layout(step: Callable) -> Callable:
             return step(batches)
 
     return function
-
-
-def print_msg_or(original: Callable) -> Callable:
-    """`io_utils.print_msg`, behind the progress bar and every message of Keras: said once."""
-
-    def print_msg(message: str, line_break: bool = True) -> None:
-        if _layouts.active_mesh() is None or _processes.process_id() == 0:
-            original(message, line_break)
-
-    return print_msg
 
 
 def callback_list_init_or(original: Callable) -> Callable:
