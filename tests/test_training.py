@@ -296,3 +296,77 @@ def test_messages_appear_once():
         with contextlib.redirect_stdout(said):
             model.fit(X, Y, verbose=1)
     assert ("loss" in said.getvalue()) == (process_id() == 0)
+
+
+@on_ranks(2)
+def test_a_model_from_another_mesh_is_refused():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    with distribution.DataParallel().scope():
+        model = mlp()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.fit(X, Y, batch_size=8, verbose=0)
+    with model_parallel({".*kernel": (None, "model")}).scope():
+        with pytest.raises(ValueError, match=r"up/kernel.*was made.*Make the model under this"):
+            model.fit(X, Y, batch_size=8, verbose=0)
+        again = mlp()
+        again.set_weights(model.get_weights())
+        again.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        again.fit(X, Y, batch_size=8, verbose=0)
+
+
+@on_ranks(1, 2, 4)
+def test_a_model_that_was_made_before_the_distribution():
+    """It works, replicated, and the user is told once for each layer."""
+
+    def fit(model):
+        model.compile(optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+        return model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history["loss"]
+
+    def make():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="softmax")])
+
+    expected = fit(make())
+    model = make()
+    with distribution.DataParallel().scope(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", keras_spmd.ShardingWarning)
+        got = fit(model)
+    np.testing.assert_allclose(got, expected, 1e-5)
+    before = [w for w in told if "made before the distribution" in str(w.message)]
+    assert len(before) == (num_processes() > 1)
+
+
+@on_ranks(2)
+def test_a_batch_from_another_mesh_is_refused():
+    with distribution.DataParallel().scope():
+        batch = keras_spmd.distribute_batch(X)
+    with (
+        model_parallel({".*kernel": (None, "model")}).scope(),
+        pytest.raises(ValueError, match=r"holds a DTensor.*active distribution"),
+    ):
+        keras_spmd.distribute_batch(batch)
+
+
+@on_ranks(2, timeout=180)
+def test_long_runs_keep_memory_flat():
+    """500 steps: no growth in live tensors, nor in DTensor's cache of sharding decisions."""
+    import gc
+
+    cache_size = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", lambda: [0])
+
+    def live():
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return len(tensors), cache_size()[-1]
+
+    rates = optimizers.schedules.CosineDecay(0.01, 1000)
+    with distribution.DataParallel().scope():
+        model = mlp()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizers.AdamW(rates, clipnorm=1.0), loss, metrics=["accuracy"])
+        sizes = []
+        for _ in range(5):
+            model.fit(X[:20], Y[:20], batch_size=2, epochs=10, verbose=0)
+            sizes.append(live())
+    assert int(model.optimizer.iterations) == 500
+    assert sizes[1:] == sizes[1:2] * 4

@@ -233,14 +233,30 @@ def layer_call_or(original: Callable) -> Callable:
             with _promotion.promoting():
                 return original(self, *args, **kwargs)
         _promotion.sync_with_distribution()
+        is_new = self.__dict__.get("_keras_spmd_seen_in") != id(distribution)
+        if is_new and self.built:
+            _check_mesh(self, distribution)
         with _random.layouts_at_hand((args, kwargs)):
             outputs = original(self, *args, **kwargs)
-        if self.__dict__.get("_keras_spmd_seen_in") != id(distribution) and self.built:
+        if is_new and self.built:
             _warn_of_plain_variables(self, distribution)
         return outputs
 
     __call__.__doc__ = original.__doc__
     return __call__
+
+
+def _check_mesh(layer: Any, distribution: Any) -> None:
+    mesh = _layouts.compute_mesh(distribution.device_mesh)
+    for v in layer._trainable_variables + layer._non_trainable_variables:
+        if isinstance(v._value, DTensor) and v._value.device_mesh != mesh:
+            raise ValueError(
+                f"The variable '{v.path}' of shape {tuple(v.shape)} lives on the mesh "
+                f"{v._value.device_mesh}, where it was made, but the active distribution has the "
+                f"mesh {mesh}. Make the model under this distribution (and take the weights over "
+                "with set_weights(model.get_weights()), or from a file), or set the one it was "
+                "made under again."
+            )
 
 
 def _warn_of_plain_variables(layer: Any, distribution: Any) -> None:
