@@ -47,6 +47,7 @@ def patches() -> list[Patch]:
         _reading,
         _stopping,
         _trainer,
+        _transfer,
         _variables,
         distribution_lib,
     )
@@ -202,6 +203,19 @@ def patches() -> list[Patch]:
             "TorchEpochIterator.__iter__",
             _data.iter_or,
             "shuffles are drawn from random states, which must be equal on all ranks",
+        ),
+        Patch(
+            torch_core,
+            "convert_to_tensor",
+            _transfer.convert_to_tensor_or,
+            "a number that is copied to a GPU makes the host wait for all that runs there",
+            everywhere=True,
+        ),
+        Patch(
+            "keras.src.random.seed_generator",
+            "SeedGenerator.next",
+            _transfer.next_seed_or,
+            "it copies an array to the device at each call",
         ),
         Patch(
             trainer,

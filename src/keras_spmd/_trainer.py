@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from keras_spmd import _data, _layouts, _random
+from keras_spmd import _data, _layouts, _random, _transfer
 
 
 def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
@@ -30,10 +30,13 @@ def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
 def _with_layout(step: Callable) -> Callable:
     def function(data: list) -> Any:
         if _layouts.active_mesh() is None:
-            return step(data)
-        batches = [_data.distribute_batch(batch) for batch in data]
-        with _random.layouts_at_hand(batches):
-            return step(batches)
+            logs = step(data)
+        else:
+            batches = [_data.distribute_batch(batch) for batch in data]
+            with _random.layouts_at_hand(batches):
+                logs = step(batches)
+        _transfer.read_ahead()
+        return logs
 
     return function
 
