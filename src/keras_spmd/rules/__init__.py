@@ -1,5 +1,6 @@
 """Sharding rules by family. Importing this package lists them; `install` makes them count."""
 
+from keras_spmd.rules import alignment as alignment
 from keras_spmd.rules import attention as attention
 from keras_spmd.rules import convolution as convolution
 from keras_spmd.rules import embedding as embedding
