@@ -52,6 +52,7 @@ def patches() -> list[Patch]:
 
     dispatcher = "torch.distributed.tensor._dispatch"
     dtensor = "torch.distributed.tensor"
+    optimizer = "keras.src.optimizers.base_optimizer"
     keras_dist = "keras.src.distribution.distribution_lib"
     torch_core = "keras.src.backend.torch.core"
     trainer = "keras.src.backend.torch.trainer"
@@ -103,7 +104,7 @@ def patches() -> list[Patch]:
             "matches each path once, and remembers which keys matched",
         ),
         Patch(
-            "keras.src.optimizers.base_optimizer",
+            optimizer,
             "BaseOptimizer.build",
             _meshes.optimizer_build_or,
             "training starts here: the time to say which layouts were never used",
@@ -195,7 +196,7 @@ def patches() -> list[Patch]:
             "a prediction step gets its batch laid out",
         ),
         Patch(
-            "keras.src.optimizers.base_optimizer",
+            optimizer,
             "BaseOptimizer.apply",
             _optimizers.apply_or,
             "gradients take their variable's layout once, before the update",
@@ -205,6 +206,36 @@ def patches() -> list[Patch]:
             "LossScaleOptimizer.apply",
             _optimizers.apply_or,
             "it looks at the gradients before its inner optimizer does",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer._backend_apply_gradients",
+            _optimizers.apply_gradients_or,
+            "accumulated gradients are reduced once, on the step that updates",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer._backend_increment_gradient_accumulators",
+            _optimizers.increment_or,
+            "pending sums are accumulated where they are",
+        ),
+        Patch(
+            "keras.src.backend.torch.optimizers.torch_parallel_optimizer",
+            "TorchParallelOptimizer._backend_increment_gradient_accumulators",
+            _optimizers.increment_or,
+            "pending sums are accumulated where they are",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer.variables",
+            _optimizers.variables_or,
+            "who reads an optimizer's state reads all of it",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer.set_weights",
+            _optimizers.set_weights_or,
+            "who sets an optimizer's state sets all of it",
         ),
         Patch(
             "keras.src.callbacks.callback_list",
