@@ -41,6 +41,7 @@ def patches() -> list[Patch]:
         _optimizers,
         _promotion,
         _reading,
+        _statistics,
         _trainer,
         _variables,
         distribution_lib,
@@ -169,6 +170,18 @@ def patches() -> list[Patch]:
             "TorchModuleWrapper._track_module_parameters",
             _variables.track_module_parameters_or,
             "the wrapped module must compute with the sharded parameters",
+        ),
+        Patch(
+            "keras.src.layers.normalization.batch_normalization",
+            "BatchNormalization.__init__",
+            _statistics.batch_normalization_init_or,
+            "refuses synchronized=True on torch, where it is what happens on a mesh",
+        ),
+        Patch(
+            "keras.src.backend.torch.nn",
+            "moments",
+            _statistics.moments_or,
+            "refuses synchronized=True on torch, where it is what happens on a mesh",
         ),
         # Training.
         Patch(
