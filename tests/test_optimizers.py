@@ -116,8 +116,11 @@ def without_bias(optimizer):
     return optimizer
 
 
-def several():
-    inner = {".*kernel": optimizers.Adam(0.01), "bias": optimizers.SGD(0.1, momentum=0.9)}
+def several(**options):
+    inner = {
+        ".*kernel": optimizers.Adam(0.01, **options),
+        "bias": optimizers.SGD(0.1, momentum=0.9, **options),
+    }
     return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.RMSprop(0.01), inner))
 
 
@@ -136,9 +139,12 @@ OPTIMIZERS = {
     "Lamb": [lambda: optimizers.Lamb(0.01, weight_decay=0.1)],
     "Lion": [lambda: optimizers.Lion(0.01)],
     "LossScaleOptimizer": [
-        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 2.0, dynamic_growth_steps=2)
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), 2.0, dynamic_growth_steps=2),
+        lambda: optimizers.LossScaleOptimizer(
+            optimizers.Lamb(0.01, gradient_accumulation_steps=2), 2.0
+        ),
     ],
-    "MultiOptimizer": [several],
+    "MultiOptimizer": [several, lambda: several(gradient_accumulation_steps=2)],
     "Muon": [lambda: optimizers.Muon(0.01, exclude_layers=["rows"])],
     "Nadam": [lambda: optimizers.Nadam(0.01)],
     "RMSprop": [
