@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from keras_spmd import _layouts, _promotion
 from keras_spmd._gradients import lay_out_gradients
 
-# Past Keras's tracking of attributes.
+# Where an optimizer keeps sums of gradients that are not in their variable's layout yet, by the
+# variable's index; past Keras's tracking of attributes.
 _PENDING = "_keras_spmd_pending"
 
 
@@ -54,16 +55,11 @@ def _ready_to_wait(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _pending_of(optimizer: Any) -> dict[int, DTensor]:
-    """Sums of gradients that are not in their variable's layout yet, by the variable's index."""
-    return optimizer.__dict__.setdefault(_PENDING, {})
-
-
 def apply_gradients_or(original: Callable) -> Callable:
     """`_backend_apply_gradients`: on the step that updates, what was kept is laid out."""
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
-        pending = _pending_of(self)
+        pending: dict[int, DTensor] = self.__dict__.get(_PENDING, {})
         is_sharded = bool(pending) or any(isinstance(g, DTensor) for g in grads)
         if is_sharded and _waits(self) and _is_update_step(self):
             grads = [
@@ -123,7 +119,7 @@ def _needs_communication(grad: Any, value: torch.Tensor) -> bool:
 
 
 def _keep(optimizer: Any, index: int, grad: DTensor, accumulator: Any) -> None:
-    pending = _pending_of(optimizer)
+    pending: dict[int, DTensor] = optimizer.__dict__.setdefault(_PENDING, {})
     kept = pending.get(index)
     if kept is not None and _can_add(kept, grad):
         pending[index] = _add(kept, grad)
