@@ -511,3 +511,32 @@ def test_shapes_changed_in_place_and_strided_views():
         [value(4, 8, 6), w, b],
         [(a, c, c) for a in ("plain", None, 0, 1, 2) for c in ("plain", 0)],
     )
+
+
+@on_ranks(2, 4)
+def test_scatter_with_reductions():
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    index = torch.tensor(np.random.default_rng(2).integers(0, 5, (9, 8)))
+    kinds = [(a, b) for a in ("plain", None, 0, 1) for b in ("plain", None, 0, 1, "partial")]
+    activate()
+    for dim in (0, 1):
+        target = value(5, 8) if dim == 0 else value(9, 8)
+        for placed_index in (index, fully_sharded(index, 0), fully_sharded(index, 1)):
+            for reduction in ("sum", "amax", "amin", "mean"):
+                check(
+                    lambda a, b, dim=dim, i=placed_index, how=reduction: a.scatter_reduce(
+                        dim, i, b, how
+                    ),
+                    [target, value(9, 8, seed=1)],
+                    kinds,
+                )
+            check(
+                lambda a, b, dim=dim, i=placed_index: a.scatter_add(dim, i, b),
+                [target, value(9, 8, seed=1)],
+                kinds,
+            )
+    with CommDebugMode() as communication:
+        zeros, rows = torch.zeros(5, 8), fully_sharded(value(8, 8), 0)
+        sums = zeros.scatter_reduce(0, fully_sharded(index[:8], 0), rows, "sum")
+    assert sums.placements == (Partial(),)
+    assert communication.get_total_counts() == 0

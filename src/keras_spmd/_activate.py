@@ -45,6 +45,7 @@ def patches() -> list[Patch]:
         _promotion,
         _random,
         _reading,
+        _statistics,
         _stopping,
         _trainer,
         _transfer,
@@ -58,6 +59,7 @@ def patches() -> list[Patch]:
 
     dispatcher = "torch.distributed.tensor._dispatch"
     dtensor = "torch.distributed.tensor"
+    optimizer = "keras.src.optimizers.base_optimizer"
     keras_dist = "keras.src.distribution.distribution_lib"
     torch_core = "keras.src.backend.torch.core"
     trainer = "keras.src.backend.torch.trainer"
@@ -109,7 +111,7 @@ def patches() -> list[Patch]:
             "matches each path once, and remembers which keys matched",
         ),
         Patch(
-            "keras.src.optimizers.base_optimizer",
+            optimizer,
             "BaseOptimizer.build",
             _meshes.optimizer_build_or,
             "training starts here: the time to say which layouts were never used",
@@ -185,6 +187,18 @@ def patches() -> list[Patch]:
             )
             for function in _random.FUNCTIONS
         ],
+        Patch(
+            "keras.src.layers.normalization.batch_normalization",
+            "BatchNormalization.__init__",
+            _statistics.batch_normalization_init_or,
+            "refuses synchronized=True on torch, where it is what happens on a mesh",
+        ),
+        Patch(
+            "keras.src.backend.torch.nn",
+            "moments",
+            _statistics.moments_or,
+            "refuses synchronized=True on torch, where it is what happens on a mesh",
+        ),
         # Training.
         Patch(
             "keras.src.trainers.data_adapters",
@@ -236,7 +250,7 @@ def patches() -> list[Patch]:
             "a prediction step gets its batch laid out",
         ),
         Patch(
-            "keras.src.optimizers.base_optimizer",
+            optimizer,
             "BaseOptimizer.apply",
             _optimizers.apply_or,
             "gradients take their variable's layout once, before the update",
@@ -246,6 +260,36 @@ def patches() -> list[Patch]:
             "LossScaleOptimizer.apply",
             _optimizers.apply_or,
             "it looks at the gradients before its inner optimizer does",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer._backend_apply_gradients",
+            _optimizers.apply_gradients_or,
+            "accumulated gradients are reduced once, on the step that updates",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer._backend_increment_gradient_accumulators",
+            _optimizers.increment_or,
+            "pending sums are accumulated where they are",
+        ),
+        Patch(
+            "keras.src.backend.torch.optimizers.torch_parallel_optimizer",
+            "TorchParallelOptimizer._backend_increment_gradient_accumulators",
+            _optimizers.increment_or,
+            "pending sums are accumulated where they are",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer.variables",
+            _optimizers.variables_or,
+            "who reads an optimizer's state reads all of it",
+        ),
+        Patch(
+            optimizer,
+            "BaseOptimizer.set_weights",
+            _optimizers.set_weights_or,
+            "who sets an optimizer's state sets all of it",
         ),
         Patch(
             "keras.src.callbacks.callback_list",

@@ -1,99 +1,170 @@
-"""Gradients reach the optimizer in their variable's layout, reduced once and in buckets.
+"""Updates on shards: gradients take their variable's layout first, and accumulate before that.
 
-A gradient that is left as a pending sum would be summed again by every op of the update.
+With `gradient_accumulation_steps` a gradient that isn't in its variable's layout, such as a pending
+sum, is kept and added to on each rank by itself until the step that updates. Keras's accumulators
+get what needs no communication, and everything when somebody reads the optimizer's variables.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from torch.distributed.tensor import DTensor
 
 from keras_spmd import _layouts, _promotion
+from keras_spmd._gradients import lay_out_gradients
 
-BUCKET_BYTES = 25 * 2**20
+# Where an optimizer keeps sums of gradients that are not in their variable's layout yet, by the
+# variable's index; past Keras's tracking of attributes.
+_PENDING = "_keras_spmd_pending"
 
 
 def apply_or(original: Callable) -> Callable:
     """`Optimizer.apply`: lay the gradients out first."""
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        variables = (
-            self._trainable_variables if trainable_variables is None else trainable_variables
-        )
-        if not any(isinstance(g, DTensor) for g in grads):
+        known = self._trainable_variables if trainable_variables is None else trainable_variables
+        variables = list(known)
+        values = [v._value for v in variables]
+        if len(grads) != len(values) or not any(isinstance(x, DTensor) for x in [*grads, *values]):
             return original(self, grads, trainable_variables)
-        variables = list(variables)
         with torch.no_grad(), _promotion.promoting():
-            laid_out = lay_out_gradients(grads, [v._value for v in variables])
-            return original(self, laid_out, variables if trainable_variables is not None else None)
+            if _waits(self):
+                grads = _ready_to_wait(grads, variables)
+            else:
+                grads = lay_out_gradients(grads, values)
+            return original(self, grads, variables if trainable_variables is not None else None)
 
     apply.__doc__ = original.__doc__
     return apply
 
 
-def lay_out_gradients(grads: Sequence[Any], values: Sequence[torch.Tensor]) -> list[Any]:
-    """The gradients in the layouts of their variables. None stays None."""
-    result: list[Any] = list(grads)
-    sums: dict[tuple, list[int]] = {}
-    for i, (grad, value) in enumerate(zip(grads, values, strict=True)):
-        if not isinstance(grad, DTensor):
-            continue
-        if not isinstance(value, DTensor):
-            # A variable that was made before the distribution is whole on every rank.
-            result[i] = grad.full_tensor()
-        elif grad.placements != value.placements:
-            axes = _axes_to_sum(grad, value)
-            if axes:
-                sums.setdefault((id(grad.device_mesh), axes, grad.dtype), []).append(i)
+def _waits(optimizer: Any) -> bool:
+    """Whether gradients may stay as they are until the optimizer has accumulated them."""
+    return bool(optimizer.gradient_accumulation_steps) and not in_stateless_scope()
+
+
+def _ready_to_wait(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Gradients that Keras uses at once, or that need no communication, in their layouts."""
+    return [
+        lay_out_gradients([g], [v._value])[0]
+        if getattr(v, "overwrite_with_gradient", False) or not isinstance(g, DTensor)
+        else g
+        for g, v in zip(grads, variables, strict=True)
+    ]
+
+
+def apply_gradients_or(original: Callable) -> Callable:
+    """`_backend_apply_gradients`: on the step that updates, what was kept is laid out."""
+
+    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
+        pending: dict[int, DTensor] = self.__dict__.get(_PENDING, {})
+        is_sharded = bool(pending) or any(isinstance(g, DTensor) for g in grads)
+        if is_sharded and _waits(self) and _is_update_step(self):
+            grads = [
+                _sum(pending.get(self._get_variable_index(v)), g, v)
+                for g, v in zip(grads, trainable_variables, strict=True)
+            ]
+            pending.clear()
+            grads = lay_out_gradients(grads, [v._value for v in trainable_variables])
+        original(self, grads, trainable_variables)
+
+    return _backend_apply_gradients
+
+
+def _is_update_step(optimizer: Any) -> bool:
+    return (int(optimizer._iterations) + 1) % optimizer.gradient_accumulation_steps == 0
+
+
+def _sum(kept: DTensor | None, grad: Any, variable: Any) -> Any:
+    if kept is None:
+        return grad
+    if isinstance(grad, DTensor) and _can_add(kept, grad):
+        return _add(kept, grad)
+    both = lay_out_gradients([kept, grad], [variable._value] * 2)
+    return both[0] + both[1]
+
+
+def _can_add(kept: DTensor, grad: DTensor) -> bool:
+    return kept.device_mesh == grad.device_mesh and kept.placements == grad.placements
+
+
+def _add(kept: DTensor, grad: DTensor) -> DTensor:
+    local = kept.to_local().add_(grad.to_local())
+    return _layouts.wrap_local(local, kept.device_mesh, kept.placements, kept.shape)
+
+
+def increment_or(original: Callable) -> Callable:
+    """`_backend_increment_gradient_accumulators`: keep what would need communication."""
+
+    def _backend_increment_gradient_accumulators(self: Any, grads: Any, acc_grads: Any) -> None:
+        ready: list[tuple[Any, Any]] = []
+        index_of = {id(a): i for i, a in enumerate(self._accumulated_gradients)}
+        for grad, accumulator in zip(grads, acc_grads, strict=True):
+            if _waits(self) and _needs_communication(grad, accumulator._value):
+                _keep(self, index_of[id(accumulator)], grad, accumulator)
             else:
-                result[i] = grad.redistribute(value.device_mesh, value.placements)
-    for (_, axes, _), members in sums.items():
-        for bucket in _buckets(members, grads):
-            _sum_bucket(bucket, axes, grads, values, result)
-    return result
+                ready.append((grad, accumulator))
+        if ready:
+            original(self, [g for g, _ in ready], [a for _, a in ready])
+
+    return _backend_increment_gradient_accumulators
 
 
-def _axes_to_sum(grad: DTensor, value: DTensor) -> tuple[int, ...]:
-    """The mesh axes over which the gradient must be summed, if that is all it needs."""
-    axes = []
-    for axis, (have, want) in enumerate(zip(grad.placements, value.placements, strict=True)):
-        if have == want:
-            continue
-        if have != Partial() or want != Replicate():
-            return ()
-        axes.append(axis)
-    return tuple(axes)
+def _needs_communication(grad: Any, value: torch.Tensor) -> bool:
+    if not isinstance(grad, DTensor):
+        return False
+    return not isinstance(value, DTensor) or grad.placements != value.placements
 
 
-def _buckets(members: list[int], grads: Sequence[Any]) -> list[list[int]]:
-    """Runs of gradients of about the bucket's size, in their order."""
-    buckets: list[list[int]] = [[]]
-    size = 0
-    for i in members:
-        nbytes = grads[i].to_local().nbytes
-        if buckets[-1] and size + nbytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += nbytes
-    return buckets
+def _keep(optimizer: Any, index: int, grad: DTensor, accumulator: Any) -> None:
+    pending: dict[int, DTensor] = optimizer.__dict__.setdefault(_PENDING, {})
+    kept = pending.get(index)
+    if kept is not None and _can_add(kept, grad):
+        pending[index] = _add(kept, grad)
+        return
+    if kept is not None:
+        _fold({index: kept}, [accumulator])
+    # A copy: the gradient belongs to the caller.
+    local = grad.to_local().clone()
+    pending[index] = _layouts.wrap_local(local, grad.device_mesh, grad.placements, grad.shape)
 
 
-def _sum_bucket(
-    bucket: list[int],
-    axes: tuple[int, ...],
-    grads: Sequence[Any],
-    values: Sequence[Any],
-    result: list[Any],
-) -> None:
-    mesh = grads[bucket[0]].device_mesh
-    parts = [grads[i].to_local() for i in bucket]
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    for axis in axes:
-        dist.all_reduce(flat, group=mesh.get_group(axis))
-    for i, part, piece in zip(bucket, parts, flat.split([p.numel() for p in parts]), strict=True):
-        result[i] = _layouts.wrap_local(
-            piece.view(part.shape), mesh, values[i].placements, grads[i].shape
-        )
+def _settle(optimizer: Any) -> None:
+    """Bring what was kept into Keras's accumulators. Takes all ranks."""
+    pending = optimizer.__dict__.get(_PENDING)
+    if pending:
+        taken = dict(pending)
+        pending.clear()
+        _fold(taken, [optimizer._accumulated_gradients[i] for i in taken])
+
+
+def _fold(pending: dict[int, DTensor], accumulators: Sequence[Any]) -> None:
+    with torch.no_grad(), _promotion.promoting():
+        laid_out = lay_out_gradients(list(pending.values()), [a._value for a in accumulators])
+        for grad, accumulator in zip(laid_out, accumulators, strict=True):
+            accumulator.assign_add(grad)
+
+
+def variables_or(original: property) -> property:
+    """`optimizer.variables`: what was kept belongs into them."""
+    assert original.fget is not None
+    read = original.fget
+
+    def variables(self: Any) -> list:
+        _settle(self)
+        return read(self)
+
+    return property(variables, doc=original.__doc__)
+
+
+def set_weights_or(original: Callable) -> Callable:
+    """`optimizer.set_weights`: what was kept is overwritten too."""
+
+    def set_weights(self: Any, weights: Any) -> None:
+        self.__dict__.pop(_PENDING, None)
+        original(self, weights)
+
+    set_weights.__doc__ = original.__doc__
+    return set_weights

@@ -34,7 +34,11 @@ def _resolve_layout(variable: Any, shape: tuple[int, ...]) -> Any:
         return variable._layout
     if not layout_given:
         variable._layout = distribution.get_variable_layout(variable)
-    if not _is_state_of(BaseOptimizer):
+    if _is_state_of(BaseOptimizer):
+        if not layout_given and len(variable._layout.axes) > len(shape):
+            # Rows or columns of a weight, under a name that the weight's pattern matches.
+            variable._layout = _layouts.replicated_layout(distribution.device_mesh, len(shape))
+    else:
         _coverage.note_variable(distribution, variable, layout_given=layout_given)
     return variable._layout
 

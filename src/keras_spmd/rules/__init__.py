@@ -1,5 +1,6 @@
 """Sharding rules by family. Importing this package lists them; `install` makes them count."""
 
+from keras_spmd.rules import alignment as alignment
 from keras_spmd.rules import attention as attention
 from keras_spmd.rules import convolution as convolution
 from keras_spmd.rules import embedding as embedding
@@ -10,5 +11,6 @@ from keras_spmd.rules import randomness as randomness
 from keras_spmd.rules import reductions as reductions
 from keras_spmd.rules import reshaping as reshaping
 from keras_spmd.rules import scalars as scalars
+from keras_spmd.rules import scattering as scattering
 from keras_spmd.rules._registry import install as install
 from keras_spmd.rules._registry import uninstall as uninstall
