@@ -361,3 +361,26 @@ def test_long_runs_keep_memory_flat():
             sizes.append(live())
     assert int(model.optimizer.iterations) == 500
     assert sizes[1:] == sizes[1:2] * 4
+
+
+@on_ranks(2, 4)
+def test_training_outside_of_the_scope():
+    """A sharded model is trained with whole batches on every rank: slower, and right."""
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+
+    def fit(model):
+        model.compile(optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(True))
+        history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history["loss"]
+        return history, model.predict(X, verbose=0)
+
+    def make():
+        keras.utils.set_random_seed(3)
+        return mlp()
+
+    expected = fit(make())
+    for label, dist in distributions():
+        with dist.scope():
+            model = make()
+        got = fit(model)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, 1e-5, 1e-6, err_msg=label)

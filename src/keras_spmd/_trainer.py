@@ -1,9 +1,10 @@
 """fit, evaluate and predict: each step gets its batch laid out."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from keras_spmd import _data, _layouts, _random, _transfer
+from keras_spmd import _data, _layouts, _promotion, _random, _transfer, _variables
 
 
 def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
@@ -30,7 +31,9 @@ def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
 def _with_layout(step: Callable) -> Callable:
     def function(data: list) -> Any:
         if _layouts.active_mesh() is None:
-            logs = step(data)
+            # A sharded model may be trained outside of the scope that made it.
+            with _promotion.promoting() if _variables.any_sharded else contextlib.nullcontext():
+                logs = step(data)
         else:
             batches = [_data.distribute_batch(batch) for batch in data]
             with _random.layouts_at_hand(batches):
