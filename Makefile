@@ -41,7 +41,7 @@ $(READY): pyproject.toml constraints.txt
 $(KERAS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS_VENV)
 	$(KERAS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable . \
-		pytest pytest-xdist tensorflow-cpu jax grain pandas
+		pytest pytest-xdist tensorflow-cpu tensorboard jax grain pandas
 	touch $@
 
 clean:

@@ -58,8 +58,9 @@ class Draws:
     def bits(self) -> torch.Tensor:
         """64 random bits for each element, new ones at each call."""
         self._lanes += 1
-        z = self._index * _STEP
-        z += self._start + _signed(_LANE * self._lanes)
+        # In this order: Inductor takes an index times a constant for an index, which can't wrap.
+        z = self._index + (self._start + _signed(_LANE * self._lanes))
+        z *= _STEP
         _xor_shifted(z, 30).mul_(_MIX_1)
         _xor_shifted(z, 27).mul_(_MIX_2)
         return _xor_shifted(z, 31).view(self.local_shape)

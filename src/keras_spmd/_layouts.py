@@ -19,6 +19,7 @@ from keras.src.distribution import distribution_lib as keras_distribution
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
 from keras_spmd import _processes
 from keras_spmd._notices import warn_once
@@ -206,8 +207,24 @@ def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which part of a tensor of this global shape this rank holds."""
-    local_shape, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
-    return tuple(local_shape), tuple(offset)
+    if any(type(p) is not Shard and p.is_shard() for p in placements):
+        # Shards in an order of torch's own; it computes with tensors, which a trace would follow.
+        with _disable_current_modes():
+            local_shape, offset = compute_local_shape_and_global_offset(
+                tuple(shape), mesh, placements
+            )
+        return tuple(local_shape), tuple(offset)
+    local, start = list(shape), [0] * len(shape)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            full = -(-local[dim] // mesh.size(axis))
+            first = min(full * coordinate[axis], local[dim])
+            start[dim] += first
+            local[dim] = min(full, local[dim] - first)
+    return tuple(local), tuple(start)
 
 
 def local_slice(
