@@ -117,7 +117,7 @@ LAYERS = {
     "LSTM": (lambda: layers.LSTM(4, dropout=0.3, recurrent_dropout=0.2), SERIES),
     "GRU": (lambda: layers.GRU(4, dropout=0.3, recurrent_dropout=0.2), SERIES),
     "Bidirectional": (lambda: layers.Bidirectional(layers.GRU(4, dropout=0.3)), SERIES),
-    "ConvLSTM1D": (lambda: layers.ConvLSTM1D(4, 3, dropout=0.3), IMAGES),
+    "ConvLSTM1D": (lambda: layers.ConvLSTM1D(4, 3, dropout=0.3), IMAGES / 255),
     "Attention": (lambda: SelfAttention(layers.Attention(dropout=0.3)), SERIES),
     "AdditiveAttention": (lambda: SelfAttention(layers.AdditiveAttention(dropout=0.3)), SERIES),
     "MultiHeadAttention": (

@@ -52,6 +52,7 @@ def patches() -> list[Patch]:
         _variables,
         distribution_lib,
     )
+    from keras_spmd.graph import _attributes, _scope
     from keras_spmd.rules import decisions, writing
 
     def use(value: Any) -> Callable[[Any], Any]:
@@ -315,6 +316,39 @@ def patches() -> list[Patch]:
             "CallbackList.on_epoch_end",
             _stopping.epoch_end_or,
             "stop_training set on one rank stops all",
+        ),
+        # One step, one graph.
+        Patch(
+            trainer,
+            "TorchTrainer._should_torch_compile",
+            _trainer.should_torch_compile_or,
+            "jit_compile=True captures the whole step instead",
+        ),
+        Patch(
+            torch_core,
+            "cond",
+            _scope.cond_or,
+            "reads its predicate on the host, which a graph can't",
+            everywhere=True,
+        ),
+        *[
+            Patch(
+                module,
+                f"{name}.__setattr__",
+                _attributes.set_attribute_or,
+                "numbers and flags are part of the key of a graph",
+            )
+            for module, name in (
+                ("keras.src.layers.layer", "Layer"),
+                ("keras.src.optimizers.base_optimizer", "BaseOptimizer"),
+                ("keras.src.metrics.metric", "Metric"),
+            )
+        ],
+        Patch(
+            torch_core,
+            "Variable.trainable",
+            _attributes.trainable_setter_or,
+            "what is trained is part of the key of a graph",
         ),
         # What is said and written once.
         Patch(

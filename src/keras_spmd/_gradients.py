@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from keras_spmd import _layouts, _promotion
+from keras_spmd._capturing import is_capturing
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -29,7 +30,8 @@ def lay_out_gradients(grads: Sequence[Any], values: Sequence[torch.Tensor]) -> l
         elif grad.device_mesh != value.device_mesh:
             result[i] = _promotion.ensure_dtensor(grad, value.device_mesh, value.placements)
         elif grad.placements != value.placements:
-            axes = _axes_to_sum(grad, value)
+            # The graph's own pass makes buckets of what is reduced one by one.
+            axes = () if is_capturing() else _axes_to_sum(grad, value)
             if axes:
                 sums.setdefault((id(grad.device_mesh), axes, grad.dtype), []).append(i)
             else:

@@ -6,7 +6,8 @@ guess that costs or saves time but never changes a number: dropout takes its inp
 draws that of the tensor at hand (an input of the layer that draws, or the step's batch) with dims
 of the same size.
 
-Without a distribution Keras's own functions run. Initial values of variables don't come from here
+Without a distribution Keras's own functions run, but in a captured step, where a generator's state
+would be frozen. Initial values of variables don't come from here
 (see `_initial_values`).
 """
 
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from keras_spmd import _layouts
+from keras_spmd._capturing import is_capturing
 from keras_spmd._counter import Draws
 
 
@@ -78,7 +80,7 @@ def instead_of(ours: Callable) -> Callable[[Callable], Callable]:
 
 def _is_ours() -> bool:
     return (
-        _layouts.active_distribution() is not None
+        (_layouts.active_distribution() is not None or is_capturing())
         and not _at_hand.initial_values
         and keras_torch.get_device() != "meta"
     )

@@ -40,3 +40,8 @@ def join_timeout() -> float:
 def large_share() -> float:
     """`KERAS_SPMD_LARGE_SHARE`: the share of a model that makes a variable a large one."""
     return _number("KERAS_SPMD_LARGE_SHARE", 0.25)
+
+
+def compiler() -> str:
+    """What makes code of a captured step: "inductor", or "none" to run the graph as it is."""
+    return os.environ.get("KERAS_SPMD_COMPILER", "inductor")

@@ -19,13 +19,31 @@ def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
             original(self, force)
             step = getattr(self, attribute)
             if step is not before:
-                setattr(self, attribute, _with_layout(step))
+                setattr(self, attribute, _step_of(self, attribute, _with_layout(step)))
             return getattr(self, attribute)
 
         make_function.__doc__ = original.__doc__
         return make_function
 
     return wrap
+
+
+def _step_of(model: Any, attribute: str, eager: Callable) -> Callable:
+    if not model.jit_compile:
+        return eager
+    # Not at the top: it imports Inductor.
+    from keras_spmd.graph._step import Step
+
+    return Step(model, attribute.removesuffix("_function"), eager)
+
+
+def should_torch_compile_or(original: Callable) -> Callable:
+    """`_should_torch_compile`: never; with `jit_compile=True` the whole step becomes a graph."""
+
+    def _should_torch_compile(self: Any) -> bool:
+        return False
+
+    return _should_torch_compile
 
 
 def _with_layout(step: Callable) -> Callable:

@@ -237,6 +237,9 @@ def layer_call_or(original: Callable) -> Callable:
             with _promotion.promoting():
                 return original(self, *args, **kwargs)
         _promotion.sync_with_distribution()
+        if not _promotion.is_promoting():
+            # A mesh of one, where all tensors are plain.
+            return original(self, *args, **kwargs)
         is_new = self.__dict__.get("_keras_spmd_seen_in") != id(distribution)
         if is_new and self.built:
             _check_mesh(self, distribution)

@@ -45,6 +45,7 @@ def deciding_or(original: Callable) -> Callable:
             return run_replicated(op, args, kwargs)
         if isinstance(decision, OutputSharding) and (
             _is_impossible(decision, op_info.schema)
+            or _invents_shards(decision, op_info.schema)
             or _would_move_its_target(decision, op, args)
             or (_IS_OLD and not _is_linear(op) and _has_pending(args))
         ):
@@ -97,19 +98,40 @@ def _would_move_its_target(
 
 def _is_impossible(decision: OutputSharding, asked: OpSchema) -> bool:
     """Whether torch decided what it then can't do, such as to turn a shard into a pending sum."""
-    if not decision.needs_redistribute or decision.redistribute_schema is None:
-        return False
-    have = tree_leaves(asked.args_schema, is_leaf=_is_spec)
-    want = tree_leaves(decision.redistribute_schema.args_schema, is_leaf=_is_spec)
-    pairs = [(a, b) for a, b in zip(have, want, strict=False) if _is_spec(a) and _is_spec(b)]
     return any(
         len(a.placements) != len(b.placements)
         or any(
             isinstance(q, Partial) and not p.is_replicate() and p != q
             for p, q in zip(a.placements, b.placements, strict=True)
         )
-        for a, b in pairs
+        for a, b in _moves(decision, asked)
     )
+
+
+def _invents_shards(decision: OutputSharding, asked: OpSchema) -> bool:
+    """Whether a pending sum would become shards that nothing else has on that axis.
+
+    To torch that is cheaper than the sum, but then all that follows is sharded in a way nobody
+    asked for, and weights are gathered for it.
+    """
+    moves = [
+        list(zip(a.placements, b.placements, strict=False)) for a, b in _moves(decision, asked)
+    ]
+    axes = range(min((len(move) for move in moves), default=0))
+    return any(
+        any(isinstance(move[axis][0], Partial) and move[axis][1].is_shard() for move in moves)
+        and not any(move[axis][0].is_shard() for move in moves)
+        for axis in axes
+    )
+
+
+def _moves(decision: OutputSharding, asked: OpSchema) -> list[tuple[DTensorSpec, DTensorSpec]]:
+    """For each tensor of an op: how it lies, and how torch wants it to lie."""
+    if not decision.needs_redistribute or decision.redistribute_schema is None:
+        return []
+    have = tree_leaves(asked.args_schema, is_leaf=_is_spec)
+    want = tree_leaves(decision.redistribute_schema.args_schema, is_leaf=_is_spec)
+    return [(a, b) for a, b in zip(have, want, strict=False) if _is_spec(a) and _is_spec(b)]
 
 
 def _is_spec(x: object) -> bool:

@@ -1,0 +1,257 @@
+"""A step as one graph of plain tensor ops and collectives.
+
+What is traced is the step itself, Keras's or the user's. Local tensors go in; inside they are
+DTensors, and each variable that is trained is a fresh leaf, so that `loss.backward()` and
+`v.value.grad` mean what they always do. Local tensors come out: DTensor exists only while tracing.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from keras.src import tree
+from keras.src.utils.torch_utils import TorchModuleWrapper
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from keras_spmd import _promotion
+from keras_spmd.graph._scope import CaptureScope, module_tensors
+
+
+class CannotCapture(Exception):
+    """The step can't be a graph, for a reason that a user can understand."""
+
+
+@dataclass
+class Slot:
+    """A tensor that the step reads or writes: a variable's value, or a torch module's buffer."""
+
+    tensor: torch.Tensor
+    variable: Any = None
+    places: list[tuple[dict, str]] = field(default_factory=list)
+
+    @property
+    def spec(self) -> DTensorSpec | None:
+        return self.tensor._spec if isinstance(self.tensor, DTensor) else None
+
+    @property
+    def local(self) -> torch.Tensor:
+        tensor = self.tensor.detach()
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    @property
+    def is_trained(self) -> bool:
+        return self.tensor.requires_grad
+
+
+@dataclass
+class Captured:
+    """A graph, and how to feed it and to read its results."""
+
+    module: GraphModule
+    slots: list[Slot]
+    structure: Any
+    specs: list[DTensorSpec | None]
+
+    def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [*(slot.local for slot in self.slots), *leaves]
+
+    def results(self, outputs: Sequence[torch.Tensor]) -> Any:
+        flat = [
+            output if spec is None else DTensor(output, spec, requires_grad=False)
+            for output, spec in zip(outputs, self.specs, strict=True)
+        ]
+        return tree.pack_sequence_as(self.structure, flat)
+
+
+def slots_of(model: Any, variables: Sequence[Any]) -> list[Slot]:
+    """Every tensor that a step of this model may touch, as far as it is known before tracing."""
+    slots: dict[int, Slot] = {}
+    for variable in variables:
+        if variable._value is not None:
+            slots.setdefault(id(variable._value), Slot(variable._value, variable))
+    for layer in model._flatten_layers():
+        if isinstance(layer, TorchModuleWrapper):
+            for module in layer.module.modules():
+                for owner in (module._parameters, module._buffers):
+                    for name, tensor in owner.items():
+                        if tensor is not None:
+                            slot = slots.setdefault(id(tensor), Slot(tensor))
+                            slot.places.append((owner, name))
+    return list(slots.values())
+
+
+def capture(
+    step: Callable, slots: list[Slot], data: Any, *, gather_results: bool, with_grad: bool
+) -> Captured:
+    """Trace `step(data)`.
+
+    Args:
+        step: What is traced; a method of the model.
+        slots: The state that it touches. Others that turn up are added, and it is traced again.
+        data: Its batch: tensors, DTensors and None.
+        gather_results: Whether results are made whole in the graph (logs), or stay sharded.
+        with_grad: Whether the step needs autograd.
+    """
+    for _ in range(10):
+        tracer = _Tracer(step, slots, data, gather_results, with_grad)
+        leaves = [local_of(leaf) for leaf in tree.flatten(data) if leaf is not None]
+        with torch.autograd.set_multithreading_enabled(False), _quiet():
+            module = make_fx(
+                tracer, _DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True
+            )([slot.local for slot in slots], leaves)
+        if not tracer.undeclared:
+            break
+        slots = [*slots, *(Slot(v._value, v) for v in tracer.undeclared)]
+    else:
+        raise CannotCapture("it touches other variables at each run")
+    _write_state_in_place(module, len(slots), len(tracer.specs))
+    module = _functional(module, [*(slot.local for slot in slots), *leaves])
+    return Captured(module, slots, tracer.structure, tracer.specs)
+
+
+def _functional(module: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """The same graph without overwritten values, but for the state's at its end."""
+    with torch.no_grad():
+        function = torch.func.functionalize(module, remove="mutations")
+        result = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+    result.graph.set_codegen(torch.fx.graph.CodeGen())
+    result.graph.eliminate_dead_code()
+    result.recompile()
+    return result
+
+
+def _convolution_backward(
+    grad: torch.Tensor, x: Any, weight: Any, bias_sizes: Any, *rest: Any
+) -> Any:
+    """The gradient of the bias by itself: a fake one has the size of the whole bias."""
+    *options, output_mask = rest
+    if not output_mask[2]:
+        return NotImplemented
+    others = torch.ops.aten.convolution_backward(
+        grad, x, weight, None, *options, [*output_mask[:2], False]
+    )
+    return others[0], others[1], grad.sum([0, *range(2, grad.ndim)])
+
+
+_DECOMPOSITIONS = {torch.ops.aten.convolution_backward.default: _convolution_backward}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs the errors of fake tensors; here they are caught, and told in other words."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def local_of(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+
+
+class _Tracer:
+    """The function that is traced: local tensors in, local tensors out."""
+
+    def __init__(
+        self, step: Callable, slots: list[Slot], data: Any, gather_results: bool, with_grad: bool
+    ) -> None:
+        self.step, self.slots, self.data = step, slots, data
+        self.gather_results, self.with_grad = gather_results, with_grad
+        self.undeclared: list[Any] = []
+        self.structure: Any = None
+        self.specs: list[DTensorSpec | None] = []
+
+    def __call__(self, state: list[torch.Tensor], leaves: list[torch.Tensor]) -> Any:
+        with torch.set_grad_enabled(self.with_grad):
+            values = [self._leaf(s, x) for s, x in zip(self.slots, state, strict=True)]
+            scope = CaptureScope()
+            for slot, value in zip(self.slots, values, strict=True):
+                if slot.variable is not None:
+                    scope.declare(slot.variable, value)
+            swaps = [
+                (owner, name, value)
+                for slot, value in zip(self.slots, values, strict=True)
+                for owner, name in slot.places
+            ]
+            with scope, module_tensors(swaps):
+                results = self.step(self._data(leaves))
+                new = [
+                    self._new_value(scope, s, v) for s, v in zip(self.slots, values, strict=True)
+                ]
+            self.undeclared = scope.undeclared
+            return self._outputs(results), new
+
+    def _leaf(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
+        value = local if slot.spec is None else DTensor(local, slot.spec, requires_grad=False)
+        return value.detach().requires_grad_() if slot.is_trained and self.with_grad else value
+
+    def _data(self, leaves: list[torch.Tensor]) -> Any:
+        given, flat = iter(leaves), []
+        for leaf in tree.flatten(self.data):
+            local = None if leaf is None else next(given)
+            flat.append(DTensor(local, leaf._spec, requires_grad=False) if _is_dt(leaf) else local)
+        return tree.pack_sequence_as(self.data, flat)
+
+    def _new_value(self, scope: CaptureScope, slot: Slot, value: torch.Tensor) -> Any:
+        if slot.variable is not None:
+            new = scope.get_current_value(slot.variable)
+        else:
+            owner, name = slot.places[0]
+            new = owner[name]
+        if new is value:
+            return None  # What was written into it in place is in the graph already.
+        if slot.spec is not None:
+            new = _promotion.ensure_dtensor(new, slot.spec.mesh, slot.spec.placements)
+        elif _is_dt(new):
+            new = new.full_tensor()
+        return local_of(new.detach()).to(value.dtype)
+
+    def _outputs(self, results: Any) -> list[torch.Tensor]:
+        self.structure, outputs, self.specs = results, [], []
+        result: Any
+        for result in tree.flatten(results):
+            if not isinstance(result, torch.Tensor):
+                raise CannotCapture(
+                    f"it returns {result!r} of type {type(result).__name__}, which is computed on "
+                    "the host and would be the same after every step"
+                )
+            result = result.detach()
+            if _is_dt(result) and (self.gather_results or _is_pending(result)):
+                result = result.full_tensor()
+            self.specs.append(result._spec if _is_dt(result) else None)
+            outputs.append(local_of(result))
+        self.structure = tree.map_structure(lambda _: 0, results)
+        return outputs
+
+
+def _is_dt(x: Any) -> bool:
+    return isinstance(x, DTensor)
+
+
+def _is_pending(x: DTensor) -> bool:
+    return any(p.is_partial() for p in x.placements)
+
+
+def _write_state_in_place(module: GraphModule, states: int, results: int) -> None:
+    """Let the graph end by writing new values into the state, and return the results only."""
+    graph = module.graph
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    flat = list(output.args[0])
+    with graph.inserting_before(output):
+        for place, value in zip(places[:states], flat[results:], strict=True):
+            if value is not None:
+                graph.call_function(torch.ops.aten.copy_.default, (place, value))
+    output.args = (tuple(flat[:results]),)
+    graph.eliminate_dead_code()
+    module.recompile()

@@ -1,0 +1,154 @@
+"""The state of a step while it is captured: every variable it touches is an input of the graph.
+
+Keras reads and writes variables through a `StatelessScope` where there is one. This one also notes
+variables that nobody declared, so that no value is frozen into the graph.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from keras.src import tree
+from keras.src.backend.common.stateless_scope import StatelessScope
+from torch.distributed.tensor import DTensor
+
+from keras_spmd._capturing import here
+
+
+class CaptureScope(StatelessScope):
+    """Maps variables to tensors of the graph, and notes those that it has no tensor for."""
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.undeclared: list[Any] = []
+        self.trained: set[int] = set()
+
+    def declare(self, variable: Any, value: torch.Tensor) -> None:
+        self.state_mapping[id(variable)] = value
+        if value.requires_grad:
+            self.trained.add(id(variable))
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = self.state_mapping.get(id(variable))
+        if value is None and variable._value is not None:
+            self._note(variable)
+        return value
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if id(variable) not in self.state_mapping:
+            self._note(variable)
+        self.state_mapping[id(variable)] = self._assigned(variable, value)
+
+    def _assigned(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
+        """What is assigned to a variable has no gradient, and is a leaf if the variable is one."""
+        value = value.detach()
+        return value.requires_grad_() if id(variable) in self.trained else value
+
+    def _note(self, variable: Any) -> None:
+        if not any(variable is other for other in self.undeclared):
+            self.undeclared.append(variable)
+
+    def __enter__(self) -> "CaptureScope":
+        super().__enter__()
+        self._before, here.scope = here.scope, self
+        return self
+
+    def __exit__(self, *args: Any, **kwargs: Any) -> None:
+        here.scope = self._before
+        super().__exit__(*args, **kwargs)
+
+
+class _Branch(CaptureScope):
+    """One branch of a condition: it sees copies of the state, and what it writes stays here."""
+
+    def __init__(self, outer: CaptureScope) -> None:
+        super().__init__()
+        self.outer = outer
+        self.losses = outer.losses
+        self.undeclared = outer.undeclared
+        self.trained = outer.trained
+        self.copies: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = self.state_mapping.get(id(variable))
+        if value is not None:
+            return value
+        value = self.outer.get_current_value(variable)
+        if value is None:
+            return None
+        copy = value.clone()
+        self.state_mapping[id(variable)] = copy
+        self.copies[id(variable)] = (variable, copy)
+        return copy
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if self.get_current_value(variable) is None:
+            self._note(variable)
+        self.state_mapping[id(variable)] = self._assigned(variable, value)
+
+    def written(self) -> dict[int, tuple[Any, torch.Tensor]]:
+        """The variables that this branch wrote, with their new values.
+
+        torch doesn't count what a foreach op writes. An optimizer does that, without autograd.
+        """
+        return {
+            key: (variable, self.state_mapping[key])
+            for key, (variable, copy) in self.copies.items()
+            if self.state_mapping[key] is not copy
+            or _version(copy) > 0
+            or not torch.is_grad_enabled()
+        }
+
+
+def _version(x: torch.Tensor) -> int:
+    return max(x._version, x._local_tensor._version) if isinstance(x, DTensor) else x._version
+
+
+def cond_or(original: Callable) -> Callable:
+    """`ops.cond` while a step is captured: both branches, and a selection of what they wrote.
+
+    The predicate's value is not known then, and reading it would stop the host at each step.
+    """
+
+    def cond(pred: Any, true_fn: Callable, false_fn: Callable) -> Any:
+        scope = here.scope
+        if scope is None or not isinstance(pred, torch.Tensor) or pred.is_meta:
+            return original(pred, true_fn, false_fn)
+        branches, outputs = [], []
+        for function in (true_fn, false_fn):
+            branch = _Branch(scope)
+            with branch:
+                outputs.append(function())
+            branches.append(branch.written())
+        pred = pred.reshape(()).bool()
+        for key in {**branches[0], **branches[1]}:
+            variable = (branches[0].get(key) or branches[1][key])[0]
+            before = scope.get_current_value(variable)
+            values = [written[key][1] if key in written else before for written in branches]
+            scope.add_update((variable, torch.where(pred, *values)))
+        return tree.map_structure(lambda a, b: _select(pred, a, b), *outputs)
+
+    cond.__doc__ = original.__doc__
+    return cond
+
+
+def _select(pred: torch.Tensor, a: Any, b: Any) -> Any:
+    if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and a == b:
+        return a
+    return torch.where(pred, a, b)
+
+
+@contextlib.contextmanager
+def module_tensors(swaps: list[tuple[dict, str, torch.Tensor]]) -> Iterator[None]:
+    """Let torch modules compute with other tensors: `(owner's dict, name, tensor)`."""
+    before = [owner[name] for owner, name, _ in swaps]
+    for owner, name, value in swaps:
+        owner[name] = value
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(swaps, before, strict=True):
+            owner[name] = value

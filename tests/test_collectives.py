@@ -1,0 +1,219 @@
+"""The collectives of a captured step: how many there are, and the pass that makes them few."""
+
+import math
+import os
+import warnings
+from collections import Counter
+
+import keras
+import numpy as np
+import torch
+from keras import distribution, layers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+import keras_spmd
+from bench import on_ranks
+from keras_spmd.distribution_lib import num_processes
+from keras_spmd.graph import _collectives as passes
+from meshes import model_parallel
+
+aten = torch.ops.aten
+
+
+class Small:
+    """A small graph, made by hand."""
+
+    def __init__(self):
+        self.graph, self.mode = Graph(), FakeTensorMode()
+
+    def input(self, *shape):
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape)
+        return node
+
+    def call(self, target, *args):
+        with self.mode:
+            return passes._call(self.graph, target, *args)
+
+    def all_reduce(self, node, group="0"):
+        reduced = self.graph.call_function(passes.ALL_REDUCE, (node, "sum", group))
+        reduced.meta["val"] = node.meta["val"]
+        wait = self.graph.call_function(passes.WAIT, (reduced,))
+        wait.meta["val"] = node.meta["val"]
+        return wait
+
+    def finish(self, *outputs):
+        self.graph.output(outputs)
+        self.graph.lint()
+        return self
+
+    def names(self):
+        return [str(n.target).split(".")[-2] for n in self.graph.nodes if n.op == "call_function"]
+
+    def run(self, *inputs):
+        """What it computes on a group of one that doubles what it reduces."""
+        module = GraphModule({}, self.graph)
+        for node in module.graph.nodes:
+            if node.target is passes.ALL_REDUCE:
+                node.target, node.args = aten.mul.Tensor, (node.args[0], 2)
+            elif node.target is passes.WAIT:
+                node.target = aten.alias.default
+        module.recompile()
+        return module(*inputs)
+
+
+def merged(small, limit):
+    with small.mode:
+        passes.merge_into_buckets(small.graph, limit)
+    passes.sort(small.graph)
+    small.graph.eliminate_dead_code()
+    small.graph.lint()
+
+
+def test_duplicates_are_merged():
+    small = Small()
+    x = small.input(4)
+    a, b = small.all_reduce(x), small.all_reduce(x)
+    small.finish(small.call(aten.add.Tensor, a, b))
+    passes.merge_duplicates(small.graph)
+    small.graph.lint()
+    assert small.names() == ["all_reduce", "wait_tensor", "add"]
+
+
+def test_independent_sums_travel_together():
+    inputs = [torch.randn(3, 2), torch.randn(5), torch.randn(())]
+    small = Small()
+    nodes = [small.input(*x.shape) for x in inputs]
+    sums = [small.all_reduce(small.call(aten.neg.default, node)) for node in nodes]
+    small.finish(*sums)
+    merged(small, limit=1000)
+    assert Counter(small.names())["all_reduce"] == 1
+    for got, x in zip(small.run(*inputs), inputs, strict=True):
+        torch.testing.assert_close(got, -2 * x)
+
+
+def test_a_bucket_has_a_limit():
+    small = Small()
+    sums = [small.all_reduce(small.input(10)) for _ in range(5)]
+    small.finish(*sums)
+    merged(small, limit=80)
+    assert Counter(small.names())["all_reduce"] == math.ceil(5 * 40 / 80)
+
+
+def test_groups_are_kept_apart():
+    small = Small()
+    small.finish(*[small.all_reduce(small.input(4), group) for group in "010101"])
+    merged(small, limit=1000)
+    assert Counter(small.names())["all_reduce"] == 2
+
+
+def test_a_sum_that_waits_for_another_is_not_merged_with_it():
+    x = torch.randn(4)
+    small = Small()
+    node = small.input(4)
+    first = small.all_reduce(node)
+    second = small.all_reduce(small.call(aten.neg.default, first))
+    other = small.all_reduce(small.call(aten.exp.default, node))
+    small.finish(first, second, other)
+    merged(small, limit=1000)
+    assert Counter(small.names())["all_reduce"] == 2
+    got = small.run(x)
+    for a, b in zip(got, (2 * x, -4 * x, 2 * x.exp()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_waits_come_late():
+    small = Small()
+    x = small.input(4)
+    done = small.all_reduce(x)
+    used = small.call(aten.neg.default, done)
+    work = small.call(aten.exp.default, small.call(aten.sin.default, x))
+    small.finish(used, work)
+    passes.sort(small.graph)
+    small.graph.lint()
+    assert small.names() == ["all_reduce", "sin", "exp", "wait_tensor", "neg"]
+
+
+def transformer(blocks, width=32, length=16, vocabulary=64):
+    keras.utils.set_random_seed(0)
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(vocabulary, width, name="tokens")(tokens)
+    for i in range(blocks):
+        y = layers.LayerNormalization(name=f"first_norm_{i}")(x)
+        attention = layers.MultiHeadAttention(4, width // 4, name=f"attention_{i}")
+        x = x + attention(y, y, use_causal_mask=True)
+        y = layers.LayerNormalization(name=f"second_norm_{i}")(x)
+        y = layers.Dense(4 * width, activation="gelu", name=f"up_{i}")(y)
+        x = x + layers.Dense(width, name=f"down_{i}")(y)
+    x = layers.LayerNormalization(name="last_norm")(x)
+    return keras.Model(tokens, layers.Dense(vocabulary, name="logits")(x))
+
+
+def count(blocks):
+    """The collectives of a training step, by kind, and the bytes of its gradients."""
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    model = transformer(blocks)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(1e-3), loss, metrics=["accuracy"], jit_compile=True)
+    x = np.random.default_rng(0).integers(0, 64, (8, 16))
+    model.train_on_batch(x, x)
+    (entry,) = model.train_function.entries.values()
+    nodes = passes.collectives_of(entry.captured.module)
+    nbytes = sum(v.numpy().nbytes for v in model.trainable_variables)
+    return Counter(str(node.target).split(".")[1] for node in nodes), nbytes
+
+
+@on_ranks(2, 4)
+def test_data_parallel_needs_one_collective_for_each_bucket():
+    with distribution.DataParallel().scope():
+        for blocks in (1, 3):
+            counts, nbytes = count(blocks)
+            assert set(counts) == {"all_reduce"}
+            assert counts["all_reduce"] <= math.ceil(nbytes / passes.BUCKET_BYTES) + 1
+
+
+@on_ranks(2, 4)
+def test_tensor_parallel_needs_four_sums_for_each_block():
+    """Two forward and two backward: what Megatron's scheme needs."""
+    columns = {
+        ".*(query|key|value)/kernel": (None, "model", None),
+        ".*(query|key|value)/bias": ("model", None),
+        ".*attention_output/kernel": ("model", None, None),
+        ".*up_.*/kernel": (None, "model"),
+        ".*up_.*/bias": ("model",),
+        ".*down_.*/kernel": ("model", None),
+    }
+    mesh = distribution.DeviceMesh((1, num_processes()), ("batch", "model"))
+    with model_parallel(columns, mesh).scope():
+        for blocks in (1, 3):
+            counts, _ = count(blocks)
+            assert set(counts) == {"all_reduce"}
+            assert counts["all_reduce"] <= 4 * blocks + 4
+
+
+@on_ranks(2)
+def test_weights_sharded_on_the_data_axis_are_gathered_twice():
+    """Forward, and again backward, and their gradients are scattered: for each weight."""
+    mesh = distribution.DeviceMesh((num_processes(), 1), ("batch", "model"))
+    with model_parallel({".*kernel": ("batch",)}, mesh).scope():
+        one, three = count(1)[0], count(3)[0]
+        weights = 6 * 2
+        assert three["all_gather_into_tensor"] - one["all_gather_into_tensor"] == 2 * weights
+        assert three["reduce_scatter_tensor"] - one["reduce_scatter_tensor"] == weights
+
+
+@on_ranks(1, 2)
+def test_a_step_never_reads_a_value_on_the_host():
+    """SGD asks for its learning rate as a number, for instance."""
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    with distribution.DataParallel().scope():
+        for optimizer in ("sgd", keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True), "adamw"):
+            model = keras.Sequential([keras.Input((4,)), layers.Dropout(0.1), layers.Dense(2)])
+            model.compile(optimizer, "mse", jit_compile=True)
+            model.train_on_batch(np.ones((8, 4)), np.ones((8, 2)))
+            (entry,) = model.train_function.entries.values()
+            targets = {str(node.target) for node in entry.captured.module.graph.nodes}
+            assert "aten._local_scalar_dense.default" not in targets

@@ -1,0 +1,366 @@
+"""`jit_compile=True`: the step as one graph gives what the eager step gives, freezing nothing."""
+
+import inspect
+import os
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import torch
+from keras import distribution, layers, ops
+
+import keras_spmd
+import test_callbacks
+import test_data
+import test_precision
+import test_random
+import test_step
+import test_training
+from bench import on_ranks, same_on_ranks
+from jit import captured
+from keras_spmd.graph import _step
+from meshes import grid, model_parallel, whole
+
+X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 4, 22)
+
+
+@pytest.mark.parametrize("name", sorted(test_step.MODELS))
+@on_ranks(2)
+def test_whatever_may_be_in_a_step(name):
+    steps = []
+    with captured(count=steps):
+        test_step.test_steps.body(name)
+    assert {"train", "test", "predict"} >= set(steps) >= {"train"}
+
+
+@pytest.mark.parametrize("name", ["accumulation", "loss scale", "ema", "schedule"])
+@on_ranks(2)
+def test_optimizers(name):
+    """Also accumulation and loss scaling, whose conditions depend on the values of tensors."""
+    with captured():
+        test_training.test_optimizers.body(name)
+
+
+DATA = [
+    "numpy",
+    "sample_weight",
+    "class_weight",
+    "validation_data",
+    "one row",
+    "batches of fewer rows than ranks",
+    "loader, shuffled",
+    "PyDataset, weights",
+    "generator",
+]
+
+
+@pytest.mark.parametrize("name", DATA)
+@on_ranks(2, 4)
+def test_data_of_any_kind(name):
+    with captured():
+        test_data.test_data.body(name)
+
+
+@on_ranks(1, 2, 4)
+def test_nested_data():
+    with captured():
+        test_data.test_nested_structures_with_none.body()
+
+
+@pytest.mark.parametrize("name", sorted(test_callbacks.CALLBACKS))
+@on_ranks(2)
+def test_callbacks_that_change_things(name):
+    """Learning rates, weights and flags that are set between steps take effect."""
+    with captured():
+        test_callbacks.test_callbacks.body(name)
+
+
+@on_ranks(1, 2, 4)
+def test_layers_that_are_frozen_and_thawed():
+    with captured():
+        test_step.test_layers_frozen_and_thawed_between_fits.body()
+
+
+@same_on_ranks(2, 4)
+def test_random_layers():
+    """The draws of the eager step: fresh at each step, the same on every mesh."""
+    eager = test_random.test_training_with_random_layers.body()
+    with captured():
+        graph = test_random.test_training_with_random_layers.body()
+    for a, b in zip(keras.tree.flatten(graph), keras.tree.flatten(eager), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+    return graph
+
+
+PRECISION = [
+    name
+    for name, test in vars(test_precision).items()
+    if name.startswith("test_")
+    and hasattr(test, "body")
+    and not inspect.signature(test.body).parameters
+    and "gradient" not in name
+]
+
+
+@pytest.mark.parametrize("name", PRECISION)
+@on_ranks(1, 2)
+def test_precision_(name):
+    with captured():
+        getattr(test_precision, name).body()
+
+
+RECURRENT = {
+    "LSTM": lambda: layers.LSTM(5),
+    "GRU": lambda: layers.GRU(5, return_sequences=True),
+    "bidirectional": lambda: layers.Bidirectional(layers.SimpleRNN(4)),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@on_ranks(1, 2)
+def test_recurrent_layers_and_masks(name):
+    warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
+    tokens = np.random.default_rng(2).integers(0, 7, (12, 6))
+
+    def run():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(7, 8, mask_zero=True),
+                RECURRENT[name](),
+                layers.Dense(3),
+            ]
+        )
+        if name == "GRU":
+            model.add(layers.GlobalAveragePooling1D())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss)
+        history = model.fit(tokens, tokens[:, 0] % 3, batch_size=4, epochs=2, verbose=0)
+        return history.history["loss"], [whole(v) for v in model.variables]
+
+    expected = run()
+    with distribution.DataParallel().scope(), captured():
+        got = run()
+    np.testing.assert_allclose(got[0], expected[0], 1e-5)
+    for a, b in zip(got[1], expected[1], strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def make(*middle, jit_compile=True, optimizer="sgd", **options):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((6,)), *middle, layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=jit_compile, **options)
+    return model
+
+
+def graphs(model):
+    return [entry for entry in model.train_function.entries.values() if entry.run is not None]
+
+
+@on_ranks(1)
+def test_without_a_distribution():
+    """The same graph, for whoever has one device."""
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    plain, graph = make(jit_compile=False, metrics=["accuracy"]), make(metrics=["accuracy"])
+    for model in (plain, graph):
+        model.fit(X, Y, batch_size=8, epochs=3, verbose=0, shuffle=False)
+    assert len(graphs(graph)) == 2, "full batches and the last one"
+    for key, values in plain.history.history.items():
+        np.testing.assert_allclose(graph.history.history[key], values, 1e-5)
+    np.testing.assert_allclose(graph.predict(X, verbose=0), plain.predict(X, verbose=0), 1e-5, 1e-6)
+
+
+class Scaled(layers.Layer):
+    """Has a number that somebody else changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def call(self, x):
+        return x * self.scale
+
+
+class Counting(layers.Layer):
+    """Changes a number of its own at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Branching(layers.Layer):
+    """Looks at a value to decide what to do."""
+
+    def call(self, x):
+        if ops.sum(x) > 0:
+            return x
+        return -x
+
+
+@on_ranks(1, 2)
+def test_a_number_that_is_changed_between_steps_is_seen():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile):
+        model = make(Scaled(), jit_compile=jit_compile)
+        losses = []
+        for scale in (1.0, 2.0, 3.0, 2.0):
+            model.layers[0].scale = scale
+            losses.append(model.train_on_batch(X, Y))
+        return losses, model
+
+    expected, _ = run(False)
+    with distribution.DataParallel().scope():
+        got, model = run(True)
+    np.testing.assert_allclose(got, expected, 1e-5)
+    assert len(graphs(model)) == 3, "one for each value"
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [(Counting, "it changes `calls`"), (Branching, "line .* (in call) reads the value")],
+)
+@on_ranks(1, 2)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(layer, reason):
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile):
+        model = make(layer(), jit_compile=jit_compile)
+        return [model.train_on_batch(X, Y) for _ in range(4)]
+
+    pattern = reason.replace("(", r"\(").replace(")", r"\)")
+    expected = run(False)
+    with distribution.DataParallel().scope():
+        with pytest.warns(keras_spmd.ShardingWarning, match=pattern):
+            got = run(True)
+        np.testing.assert_allclose(got, expected, 1e-5)
+        os.environ["KERAS_SPMD_STRICT"] = "1"
+        with pytest.raises(RuntimeError, match=pattern):
+            run(True)
+
+
+@on_ranks(1, 2)
+def test_shapes_that_keep_changing():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    limit, _step.capture_limit = _step.capture_limit, 3
+    try:
+        with distribution.DataParallel().scope():
+            model = make()
+            for rows in (8, 10, 12):
+                model.train_on_batch(X[:rows], Y[:rows])
+            with pytest.warns(keras_spmd.ShardingWarning, match="input 0, whose shape is"):
+                model.train_on_batch(X[:14], Y[:14])
+            model.train_on_batch(X[:16], Y[:16])
+    finally:
+        _step.capture_limit = limit
+
+
+@on_ranks(2)
+def test_ranks_that_capture_different_steps():
+    from keras_spmd.distribution_lib import process_id
+
+    class OnOneRank(layers.Layer):
+        def call(self, x):
+            return x - ops.mean(x) if process_id() == 1 else x
+
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    with distribution.DataParallel().scope():
+        model = make(OnOneRank())
+        with pytest.raises(RuntimeError, match="Rank 1 captured another step than rank 0"):
+            model.train_on_batch(X, Y)
+
+
+@on_ranks(1, 2)
+def test_a_variable_that_nobody_declared_is_not_frozen():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    with distribution.DataParallel().scope():
+        outside = keras.Variable(1.0, name="outside", trainable=False)
+
+        class Reading(layers.Layer):
+            def call(self, x):
+                return x * outside.value
+
+        model = make(Reading(), optimizer=keras.optimizers.SGD(0.0))
+        losses = []
+        for value in (1.0, 5.0, 1.0):
+            outside.assign(value)
+            losses.append(model.train_on_batch(X, Y))
+        assert len(graphs(model)) == 1
+        assert losses[0] == losses[2] != losses[1]
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_is_built_by_the_first_step():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(4)
+            self.own = keras.optimizers.Adam(0.01)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            self.zero_grad()
+            loss = self.compute_loss(y=y, y_pred=self(x))
+            loss.backward()
+            with torch.no_grad():
+                self.own.apply(
+                    [v.value.grad for v in self.trainable_weights], self.trainable_weights
+                )
+            return {"loss": loss}
+
+    def run(jit_compile):
+        keras.utils.set_random_seed(3)
+        model = Own()
+        model.compile(
+            loss=keras.losses.SparseCategoricalCrossentropy(True), jit_compile=jit_compile
+        )
+        return model.fit(X, Y, batch_size=11, epochs=4, verbose=0).history["loss"], model
+
+    expected, _ = run(False)
+    with distribution.DataParallel().scope():
+        got, model = run(True)
+        assert len(graphs(model)) == 1
+    np.testing.assert_allclose(got, expected, 1e-5)
+
+
+@on_ranks(1, 2, timeout=300)
+def test_compiled_with_inductor():
+    """What a user gets: a model with batch norm, dropout and two kinds of batches."""
+
+    def run():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(8, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(4),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.AdamW(0.01, clipnorm=1.0), loss, metrics=["accuracy"])
+        history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0).history
+        return history, model.predict(X, batch_size=11, verbose=0)
+
+    with model_parallel({".*kernel": (None, "model")}, grid()).scope():
+        expected = run()
+        with captured(compiler="inductor"):
+            got = run()
+    for key, values in expected[0].items():
+        np.testing.assert_allclose(got[0][key], values, 1e-5, 1e-6)
+    np.testing.assert_allclose(got[1], expected[1], 1e-5, 1e-6)
