@@ -46,7 +46,8 @@ def trainable_setter_or(original: property) -> property:
 
 def _holders(model: Any) -> list[Any]:
     holders = [*model._flatten_layers(), *model.metrics]
-    for extra in (model.optimizer, getattr(model.optimizer, "inner_optimizer", None)):
+    optimizer = getattr(model, "optimizer", None)
+    for extra in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         if extra is not None:
             holders.append(extra)
     return holders

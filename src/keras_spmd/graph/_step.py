@@ -51,6 +51,7 @@ class Step:
         self.entries: dict[tuple, _Entry] = {}
         self.is_given_up = False
         self.failures = 0
+        self.is_first = True
 
     def __call__(self, data: list) -> Any:
         batch = _data.distribute_batch(data[0])
@@ -117,6 +118,10 @@ class Step:
         """Capture and compile; False if this batch must run eagerly."""
         if entry.is_eager:
             return False
+        if self.is_first and not all(layer.built for layer in self.model._flatten_layers()):
+            # A layer that is built while it is traced would have tensors of the trace for weights.
+            self.is_first = False
+            return False
         start = time.perf_counter()
         before = _attributes.snapshot(self.model)
         error: Exception | None = None
@@ -150,8 +155,10 @@ class Step:
     def _capture(self, batch: Any) -> Captured:
         step = getattr(self.model, f"{self.kind}_step")
         variables = [*self.model.variables, *self.model.metrics_variables]
-        if self.model.optimizer is not None:
-            variables += self.model.optimizer.variables
+        # A model that only predicts may never have been compiled.
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is not None:
+            variables += optimizer.variables
         generator = global_state.get_global_attribute("global_seed_generator")
         if generator is not None:
             variables.append(generator.state)
