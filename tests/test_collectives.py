@@ -166,7 +166,7 @@ def count(blocks):
     return Counter(str(node.target).split(".")[1] for node in nodes), nbytes
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=240)
 def test_data_parallel_needs_one_collective_for_each_bucket():
     with distribution.DataParallel().scope():
         for blocks in (1, 3):
@@ -175,7 +175,7 @@ def test_data_parallel_needs_one_collective_for_each_bucket():
             assert counts["all_reduce"] <= math.ceil(nbytes / passes.BUCKET_BYTES) + 1
 
 
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=240)
 def test_tensor_parallel_needs_four_sums_for_each_block():
     """Two forward and two backward: what Megatron's scheme needs."""
     columns = {
@@ -194,7 +194,7 @@ def test_tensor_parallel_needs_four_sums_for_each_block():
             assert counts["all_reduce"] <= 4 * blocks + 4
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 def test_weights_sharded_on_the_data_axis_are_gathered_twice():
     """Forward, and again backward, and their gradients are scattered: for each weight."""
     mesh = distribution.DeviceMesh((num_processes(), 1), ("batch", "model"))

@@ -27,7 +27,7 @@ Y = np.random.default_rng(1).integers(0, 4, 22)
 
 
 @pytest.mark.parametrize("name", sorted(test_step.MODELS))
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 def test_whatever_may_be_in_a_step(name):
     steps = []
     with captured(count=steps):
@@ -36,7 +36,7 @@ def test_whatever_may_be_in_a_step(name):
 
 
 @pytest.mark.parametrize("name", ["accumulation", "loss scale", "ema", "schedule"])
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 def test_optimizers(name):
     """Also accumulation and loss scaling, whose conditions depend on the values of tensors."""
     with captured():
@@ -57,7 +57,7 @@ DATA = [
 
 
 @pytest.mark.parametrize("name", DATA)
-@on_ranks(2, 4)
+@on_ranks(2, 4, timeout=240)
 def test_data_of_any_kind(name):
     with captured():
         test_data.test_data.body(name)
@@ -70,20 +70,20 @@ def test_nested_data():
 
 
 @pytest.mark.parametrize("name", sorted(test_callbacks.CALLBACKS))
-@on_ranks(2)
+@on_ranks(2, timeout=240)
 def test_callbacks_that_change_things(name):
     """Learning rates, weights and flags that are set between steps take effect."""
     with captured():
         test_callbacks.test_callbacks.body(name)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, 4, timeout=240)
 def test_layers_that_are_frozen_and_thawed():
     with captured():
         test_step.test_layers_frozen_and_thawed_between_fits.body()
 
 
-@same_on_ranks(2, 4)
+@same_on_ranks(2, 4, timeout=240)
 def test_random_layers():
     """The draws of the eager step: fresh at each step, the same on every mesh."""
     eager = test_random.test_training_with_random_layers.body()
