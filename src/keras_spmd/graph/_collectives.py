@@ -33,7 +33,8 @@ def optimise(module: GraphModule) -> None:
         return
     merge_duplicates(module.graph)
     merge_into_buckets(module.graph)
-    sort(module.graph)
+    # gloo has been seen to corrupt memory with several collectives under way at once.
+    sort(module.graph, late_waits=any(_is_on_gpu(node) for node in module.graph.nodes))
     module.graph.eliminate_dead_code()
     module.recompile()
 
@@ -132,7 +133,7 @@ def _call(graph: Graph, target: Callable, *args: Any) -> Node:
     return node
 
 
-def sort(graph: Graph) -> None:
+def sort(graph: Graph, *, late_waits: bool = True) -> None:
     """Bring nodes into an order that their inputs allow: the old one, but for late waits.
 
     What waits for a collective comes when somebody needs it, so that other work is done meanwhile.
@@ -158,7 +159,7 @@ def sort(graph: Graph) -> None:
                 ordered.append(node)
                 stack.pop()
 
-    lazy = _after_waits(nodes)
+    lazy = _after_waits(nodes) if late_waits else set()
     for node in nodes:
         if node.op == "placeholder" or (node not in lazy and node not in last):
             place(node)
@@ -185,6 +186,11 @@ def _after_waits(nodes: list[Node]) -> set[Node]:
         if is_collective(node) or any(user in feeds for user in node.users):
             feeds.add(node)
     return depends - feeds
+
+
+def _is_on_gpu(node: Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def _nbytes(node: Any) -> int:
