@@ -24,11 +24,11 @@ def captured(compiler="none", count=None):
             kwargs["jit_compile"] = True
         compile_(self, *args, **kwargs)
 
-    def refuse(self, error):
+    def refuse(self, error, is_final):
         raise AssertionError(f"the {self.kind} step was not captured: {error!r}") from error
 
-    def noted(self, entry, batch):
-        done = prepare(self, entry, batch)
+    def noted(self, *args):
+        done = prepare(self, *args)
         if done and count is not None:
             count.append(self.kind)
         return done

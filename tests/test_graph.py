@@ -19,7 +19,6 @@ import test_step
 import test_training
 from bench import on_ranks, same_on_ranks
 from jit import captured
-from keras_spmd.graph import _step
 from meshes import grid, model_parallel, whole
 
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
@@ -213,7 +212,7 @@ def test_a_number_that_is_changed_between_steps_is_seen():
     def run(jit_compile):
         model = make(Scaled(), jit_compile=jit_compile)
         losses = []
-        for scale in (1.0, 2.0, 3.0, 2.0):
+        for scale in (1.0, 2.0, -1.0, -2.0, 2.0):
             model.layers[0].scale = scale
             losses.append(model.train_on_batch(X, Y))
         return losses, model
@@ -222,7 +221,7 @@ def test_a_number_that_is_changed_between_steps_is_seen():
     with distribution.DataParallel().scope():
         got, model = run(True)
     np.testing.assert_allclose(got, expected, 1e-5)
-    assert len(graphs(model)) == 3, "one for each value"
+    assert len(graphs(model)) == 4, "one for each value"
 
 
 @pytest.mark.parametrize(
@@ -251,17 +250,14 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(layer, reason):
 @on_ranks(1, 2)
 def test_shapes_that_keep_changing():
     os.environ["KERAS_SPMD_COMPILER"] = "none"
-    limit, _step.capture_limit = _step.capture_limit, 3
-    try:
-        with distribution.DataParallel().scope():
-            model = make()
-            for rows in (8, 10, 12):
-                model.train_on_batch(X[:rows], Y[:rows])
-            with pytest.warns(keras_spmd.ShardingWarning, match="input 0, whose shape is"):
-                model.train_on_batch(X[:14], Y[:14])
-            model.train_on_batch(X[:16], Y[:16])
-    finally:
-        _step.capture_limit = limit
+    os.environ["KERAS_SPMD_CAPTURE_LIMIT"] = "3"
+    with distribution.DataParallel().scope():
+        model = make()
+        for rows in (8, 10, 12):
+            model.train_on_batch(X[:rows], Y[:rows])
+        with pytest.warns(keras_spmd.ShardingWarning, match="input 0, whose shape is"):
+            model.train_on_batch(X[:14], Y[:14])
+        model.train_on_batch(X[:16], Y[:16])
 
 
 @on_ranks(2)
@@ -277,6 +273,42 @@ def test_ranks_that_capture_different_steps():
         model = make(OnOneRank())
         with pytest.raises(RuntimeError, match="Rank 1 captured another step than rank 0"):
             model.train_on_batch(X, Y)
+
+
+@on_ranks(2)
+def test_a_rank_that_computes_something_else():
+    """Also where no collective tells."""
+    from keras_spmd.distribution_lib import process_id
+
+    class OnOneRank(layers.Layer):
+        def call(self, x):
+            return ops.exp(x) if process_id() == 1 else x
+
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    with distribution.DataParallel().scope():
+        model = make(OnOneRank())
+        with pytest.raises(RuntimeError, match=r"exp\.default.* and that of rank 0 is"):
+            model.train_on_batch(X, Y)
+
+
+@on_ranks(2)
+def test_what_one_rank_cannot_capture_runs_eagerly_on_all():
+    from keras_spmd.distribution_lib import process_id
+
+    class OnOneRank(layers.Layer):
+        calls = 0
+
+        def call(self, x):
+            self.calls += process_id()
+            return x
+
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    with distribution.DataParallel().scope():
+        model = make(OnOneRank())
+        with pytest.warns(keras_spmd.ShardingWarning, match="runs eagerly, because"):
+            losses = [model.train_on_batch(X, Y) for _ in range(4)]
+    expected = make(jit_compile=False)
+    np.testing.assert_allclose(losses, [expected.train_on_batch(X, Y) for _ in range(4)], 1e-5)
 
 
 @on_ranks(1, 2)

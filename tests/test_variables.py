@@ -311,7 +311,7 @@ def test_wrapped_torch_modules_are_sharded_in_place():
 @on_ranks(1, 2)
 def test_one_seed_for_all():
     """Without a seed process 0's is everybody's; with one, any mesh has the same values."""
-    from keras_spmd import _processes
+    from keras_spmd import _processes, _random_state
 
     if num_processes() > 1:
         keras.src.backend.common.global_state.set_global_attribute("global_random_seed", None)
@@ -320,7 +320,7 @@ def test_one_seed_for_all():
         random.seed(process_id())
         np.random.seed(process_id())
         torch.manual_seed(process_id())
-        _processes._agreed.forget()
+        _random_state._agreed.forget()
         _processes.ensure_joined()
         drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
         everybody = [None] * num_processes()
@@ -330,7 +330,7 @@ def test_one_seed_for_all():
             "global_random_seed", 5 + process_id()
         )
         first = process_id() == 0
-        _processes._agreed.forget()
+        _random_state._agreed.forget()
         if first:
             _processes.ensure_joined()
         else:

@@ -8,15 +8,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from keras.src import tree
-from keras.src.backend.torch import core as keras_torch
-from keras.src.trainers.data_adapters import data_adapter_utils
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _loaders, _own_rows, _processes, _promotion, _settings
-from keras_spmd._transfer import one_ahead, to_device
+from keras_spmd import _layouts, _loaders, _own_rows, _promotion, _random_state, _settings
+from keras_spmd._transfer import as_tensor, one_ahead, to_device
 
 _ARGUMENTS = ("x", "y", "sample_weight")
 
@@ -41,24 +38,8 @@ def distribute_batch(batch: Any) -> Any:
     if distribution is None or _layouts.is_mesh_of_one(distribution.device_mesh):
         return batch
     if not distribution.auto_shard_dataset:
-        return _own_rows.join(tree.map_structure(as_tensor, batch), distribution)
+        return _own_rows.join(batch, distribution)
     return tree.map_structure(lambda leaf: _cut(leaf, distribution), batch)
-
-
-def as_tensor(leaf: Any) -> Any:
-    """An array of any library as a tensor, on the host unless it is on a device already."""
-    if leaf is None or isinstance(leaf, torch.Tensor) or not _is_array(leaf):
-        return leaf
-    if data_adapter_utils.is_scipy_sparse(leaf):
-        leaf = leaf.todense()
-    with keras_torch.device_scope("cpu"):
-        return keras_torch.convert_to_tensor(leaf)
-
-
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind in "biufcV"
-    return hasattr(leaf, "__array__") or data_adapter_utils.is_scipy_sparse(leaf)
 
 
 def _cut(leaf: Any, distribution: Any) -> Any:
@@ -140,8 +121,9 @@ def get_iterator_or(original: Callable) -> Callable:
 def _batches(adapter: Any, distribution: Any, steps: int | None) -> Iterable[Any]:
     alone = _layouts.is_mesh_of_one(distribution.device_mesh)
     if not distribution.auto_shard_dataset and not alone:
-        return _own_rows.batches(adapter, distribution, as_tensor, steps)
-    parts = _loaders.parts_of(adapter, _RowsOfRank(distribution))
+        return _own_rows.batches(adapter, distribution, steps)
+    # To find out whether ranks have the same data, all of it must be read.
+    parts = None if _settings.check() else _loaders.parts_of(adapter, _RowsOfRank(distribution))
     if parts is None:
         return _cut_batches(adapter, distribution, alone)
     wrap = functools.partial(_wrap_rows, distribution=distribution)
@@ -164,7 +146,7 @@ def iter_or(original: Callable) -> Callable:
     def __iter__(self: Any) -> Any:
         distribution = _layouts.active_distribution()
         if distribution is not None and not _layouts.is_mesh_of_one(distribution.device_mesh):
-            _processes.keep_random_states_equal(warn=distribution.auto_shard_dataset)
+            _random_state.keep_equal(warn=distribution.auto_shard_dataset)
         return original(self)
 
     return __iter__

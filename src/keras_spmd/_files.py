@@ -11,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 from keras.src.utils import file_utils
+from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _messages
+from keras_spmd import _layouts, _messages, _processes
 
 
 class _QuietFiles(type(file_utils)):  # type: ignore[misc]
@@ -64,9 +65,9 @@ def save_or(original: Callable) -> Callable:
     """`save_model` and `save_weights`: all ranks gather, rank 0 writes, all return together."""
 
     def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if _layouts.active_mesh() is None:
+        if not _is_shared(model):
             return original(model, filepath, *args, **kwargs)
-        if not _messages.is_listener():
+        if _processes.process_id() == 0:
             result = original(model, filepath, *args, **kwargs)
         else:
             with tempfile.TemporaryDirectory() as nowhere:
@@ -77,6 +78,13 @@ def save_or(original: Callable) -> Callable:
 
     save.__doc__ = original.__doc__
     return save
+
+
+def _is_shared(model: Any) -> bool:
+    """Whether all ranks are needed to save it: also outside of the scope that made it."""
+    return _layouts.active_mesh() is not None or any(
+        isinstance(v._value, DTensor) for v in model.variables
+    )
 
 
 def tensorboard_set_model_or(original: Callable) -> Callable:

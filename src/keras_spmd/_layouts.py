@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import _disable_current_modes
 
 from keras_spmd import _processes
+from keras_spmd._groups import OncePerGroup
 from keras_spmd._notices import warn_once
 
 
@@ -38,7 +39,7 @@ class _Meshes(NamedTuple):
 
 
 _meshes: dict[tuple, _Meshes] = {}
-_group = _processes.OncePerGroup()
+_group = OncePerGroup()
 
 
 def active_distribution() -> Any:

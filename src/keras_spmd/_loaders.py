@@ -38,11 +38,18 @@ class Part(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """What a sampler asks of a dataset: this rank's indices in a batch of `size`."""
+    """What a sampler asks of a dataset: this rank's indices in a batch of `size`.
+
+    `number` says how many rows the epoch had before the first of them, and `seed` is the epoch's.
+    """
 
     indices: list
     size: int
-    seeds: list[int]
+    number: int
+    seed: int
+
+    def seed_of(self, position: int) -> int:
+        return zlib.crc32(f"{self.seed}/{self.number + position}".encode())
 
 
 class _Requests:
@@ -60,9 +67,7 @@ class _Requests:
         for batch in self.batches:
             indices = list(batch)
             rows = self.rows_of(len(indices))
-            numbers = range(start, start + len(indices))
-            seeds = [zlib.crc32(f"{seed}/{number}".encode()) for number in numbers[rows]]
-            yield _Request(indices[rows], len(indices), seeds)
+            yield _Request(indices[rows], len(indices), start + rows.start, seed)
             start += len(indices)
 
     def __len__(self) -> int:
@@ -83,11 +88,11 @@ class _Rows(Dataset):
         in_batches = getattr(self.dataset, "__getitems__", None)
         with _restored_random_state():
             if in_batches:
-                _seed_everything(request.seeds[0])
+                _seed_everything(request.seed_of(0))
                 return Part(in_batches(request.indices), request.size)
             samples = []
-            for index, seed in zip(request.indices, request.seeds, strict=True):
-                _seed_everything(seed)
+            for position, index in enumerate(request.indices):
+                _seed_everything(request.seed_of(position))
                 samples.append(self.dataset[index])
         return Part(samples, request.size)
 

@@ -4,30 +4,31 @@ Nobody else knows how many rows that is, so ranks tell each other before each st
 no batch left says so, and then all of them end with the same error.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from keras.src import tree
 
 from keras_spmd import _loaders, distribution_lib
+from keras_spmd._transfer import as_tensor
 
 
 def join(batch: Any, distribution: Any) -> Any:
     """One global batch from the rows of all ranks."""
 
     def join_leaf(leaf: Any) -> Any:
-        if not hasattr(leaf, "shape") or len(leaf.shape) == 0:
+        rows = as_tensor(leaf)
+        if not isinstance(rows, torch.Tensor) or rows.ndim == 0:
             return leaf
-        layout = distribution.get_data_layout(tuple(leaf.shape))
-        return distribution_lib.distribute_data_input(leaf, layout, distribution.batch_dim_name)
+        layout = distribution.get_data_layout(tuple(rows.shape))
+        return distribution_lib.distribute_data_input(rows, layout, distribution.batch_dim_name)
 
     return tree.map_structure(join_leaf, batch)
 
 
-def batches(
-    adapter: Any, distribution: Any, as_tensor: Callable, steps: int | None
-) -> Iterator[Any]:
+def batches(adapter: Any, distribution: Any, steps: int | None) -> Iterator[Any]:
     """Global batches, as long as every rank has one. `steps` is how many Keras will take."""
     limits = [count for count in (steps, adapter.num_batches) if count]
     # A rank that knows its last batch doesn't come back to say that there is no other.
@@ -44,7 +45,7 @@ def batches(
         if batch is nothing:
             return
         number += 1
-        yield join(tree.map_structure(as_tensor, batch), distribution)
+        yield join(batch, distribution)
 
 
 def _tell_each_other(mine: Any) -> list[Any]:

@@ -6,22 +6,15 @@ no process group for that.
 
 import atexit
 import os
-import pickle
-import random
 import sys
 import time
-import weakref
-import zlib
 from datetime import timedelta
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from keras.src.backend.torch import core as keras_torch
-from keras.src.utils import rng_utils
 
-from keras_spmd import _failures, _rendezvous, _settings
+from keras_spmd import _failures, _random_state, _rendezvous, _settings
 from keras_spmd._notices import warn_once
 from keras_spmd._rendezvous import Rendezvous
 
@@ -54,7 +47,7 @@ def initialize(
 def ensure_joined() -> None:
     """Join by itself at the first use of a mesh, when torchrun started this process."""
     if dist.is_initialized():
-        _agree_on_random_state()
+        _random_state.agree()
         return
     meeting = _rendezvous.from_torchrun()
     if meeting is not None and meeting.world_size > 1:
@@ -134,7 +127,7 @@ def _check_against_group(num_processes: int | None, process_id: int | None) -> N
             f"process_id={process_id}, but this process has joined a group already, as process "
             f"{found[1]} of {found[0]}."
         )
-    _agree_on_random_state()
+    _random_state.agree()
 
 
 def _join(meeting: Rendezvous) -> None:
@@ -143,7 +136,7 @@ def _join(meeting: Rendezvous) -> None:
     _await_all(store, meeting)
     _init_group(store, meeting.rank, meeting.world_size)
     _failures.start(store, meeting.rank, meeting.world_size)
-    _agree_on_random_state()
+    _random_state.agree()
 
 
 def _open_store(meeting: Rendezvous) -> dist.Store:
@@ -225,93 +218,3 @@ def leave() -> None:
         # it while the interpreter shuts down aborts the process, so let them have it now.
         time.sleep(0.1)
         dist.destroy_process_group()
-
-
-class OncePerGroup:
-    """Says once for each process group that it is a new one.
-
-    The group itself is not kept: torch aborts at exit if somebody still holds it.
-    """
-
-    def __init__(self) -> None:
-        self._seen: weakref.ref | None = None
-
-    def is_new(self) -> bool:
-        group = dist.group.WORLD
-        if self._seen is not None and self._seen() is group:
-            return False
-        self._seen = weakref.ref(group)
-        return True
-
-    def forget(self) -> None:
-        self._seen = None
-
-
-_agreed = OncePerGroup()
-
-
-def _random_states() -> tuple:
-    cuda_state = torch.cuda.get_rng_state() if default_device_type() == "gpu" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda_state
-
-
-def _set_random_states(states: tuple) -> None:
-    python_state, numpy_state, torch_state, cuda_state = states
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(torch_state)
-    if cuda_state is not None:
-        torch.cuda.set_rng_state(cuda_state)
-
-
-def _agree_on_random_state() -> None:
-    """Give every process the random state of process 0.
-
-    Ranks run the same program, so with the same state they draw the same initial values and the
-    same shuffles. Process 0 keeps its own: it behaves as it would alone.
-    """
-    if dist.get_world_size() == 1 or not _agreed.is_new():
-        return
-    seed = rng_utils.get_random_seed()
-    states: list[tuple] = [(seed, _random_states())]
-    dist.broadcast_object_list(states, src=0)
-    seed_of_0, states_of_0 = states[0]
-    if seed is not None and seed != seed_of_0:
-        raise ValueError(
-            f"keras.utils.set_random_seed({seed}) was called on process {dist.get_rank()}, but "
-            f"process 0 has {'no seed' if seed_of_0 is None else f'the seed {seed_of_0}'}. Call "
-            "it with the same seed on all processes, or not at all."
-        )
-    if seed is None and seed_of_0 is not None:
-        rng_utils.set_random_seed(seed_of_0)
-    _set_random_states(states_of_0)
-
-
-def keep_random_states_equal(*, warn: bool) -> None:
-    """Give every process the random state of process 0 again, if they drifted apart.
-
-    Shuffles are drawn from it, and they must be the same on all ranks. What makes states drift is
-    code that draws on some ranks only, or in threads, in any order.
-    """
-    mine = zlib.crc32(pickle.dumps([_as_bytes(state) for state in _random_states()]))
-    prints = [torch.tensor([0]) for _ in range(dist.get_world_size())]
-    dist.all_gather(prints, torch.tensor([mine]))
-    if all(bool(other == prints[0]) for other in prints):
-        return
-    states = [_random_states()]
-    dist.broadcast_object_list(states, src=0)
-    _set_random_states(states[0])
-    if warn:
-        different = [rank for rank, other in enumerate(prints) if bool(other != prints[0])]
-        warn_once(
-            "random states",
-            f"The random states of the ranks {different} were not that of rank 0 any more, and "
-            "were set to it: shuffles are drawn from them. Something draws random numbers on some "
-            "ranks only, or in threads; use keras.random with a seed, or a generator of your own.",
-        )
-
-
-def _as_bytes(state: Any) -> bytes:
-    if isinstance(state, torch.Tensor):
-        return state.numpy().tobytes()
-    return pickle.dumps(state)

@@ -12,6 +12,7 @@ would be frozen. Initial values of variables don't come from here
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -165,9 +166,7 @@ def normal(
     dtype: Any = None,
     seed: Any = None,
 ) -> torch.Tensor:
-    laid = _lay(shape)
-    numbers = laid.wrap(laid.draws(seed).normal(_float_dtype(dtype)))
-    return _moved(numbers, stddev, mean)
+    return _normal(shape, mean, stddev, dtype, seed, limit=math.inf)
 
 
 def truncated_normal(
@@ -177,8 +176,14 @@ def truncated_normal(
     dtype: Any = None,
     seed: Any = None,
 ) -> torch.Tensor:
+    return _normal(shape, mean, stddev, dtype, seed, limit=2.0)
+
+
+def _normal(
+    shape: Sequence[int], mean: Any, stddev: Any, dtype: Any, seed: Any, limit: float
+) -> torch.Tensor:
     laid = _lay(shape)
-    numbers = laid.wrap(laid.draws(seed).normal(_float_dtype(dtype), limit=2.0))
+    numbers = laid.wrap(laid.draws(seed).normal(_float_dtype(dtype), limit))
     return _moved(numbers, stddev, mean)
 
 

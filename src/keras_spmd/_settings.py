@@ -42,6 +42,11 @@ def large_share() -> float:
     return _number("KERAS_SPMD_LARGE_SHARE", 0.25)
 
 
+def capture_limit() -> int:
+    """`KERAS_SPMD_CAPTURE_LIMIT`: how many graphs one step may have."""
+    return int(_number("KERAS_SPMD_CAPTURE_LIMIT", 16))
+
+
 def compiler() -> str:
     """What makes code of a captured step: "inductor", or "none" to run the graph as it is."""
     return os.environ.get("KERAS_SPMD_COMPILER", "inductor")

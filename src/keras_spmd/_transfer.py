@@ -7,13 +7,32 @@ and the host would only wait for the step's logs. `_trainer` calls `read_ahead` 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from keras.src import tree
 from keras.src.backend.config import floatx
-from keras.src.backend.torch.core import get_device, to_torch_dtype
+from keras.src.backend.torch import core as keras_torch
+from keras.src.backend.torch.core import device_scope, get_device, to_torch_dtype
+from keras.src.trainers.data_adapters import data_adapter_utils
 from torch.distributed.tensor import DTensor
 
 from keras_spmd import _layouts
+
+
+def as_tensor(leaf: Any) -> Any:
+    """An array of any library as a tensor, on the host unless it is on a device already."""
+    if leaf is None or isinstance(leaf, torch.Tensor) or not _is_array(leaf):
+        return leaf
+    if data_adapter_utils.is_scipy_sparse(leaf):
+        leaf = leaf.todense()
+    with device_scope("cpu"):
+        return keras_torch.convert_to_tensor(leaf)
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in "biufcV"
+    return hasattr(leaf, "__array__") or data_adapter_utils.is_scipy_sparse(leaf)
 
 
 def to_device(x: Any) -> Any:

@@ -14,6 +14,7 @@ _IGNORED = frozenset(
 )
 
 _changes = 0
+_numbers: dict[tuple, int] = {}
 
 
 def _is_ignored(name: str) -> bool:
@@ -92,6 +93,6 @@ def state_of(model: Any) -> int:
         return known[1]
     trained = tuple(v.trainable for v in model.variables)
     values = tuple((key, value) for key, (_, value) in snapshot(model).items())
-    number = hash((values, trained))
+    number = _numbers.setdefault((values, trained), len(_numbers))
     model.__dict__["_keras_spmd_state"] = (_changes, number)
     return number

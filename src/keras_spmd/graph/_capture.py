@@ -20,7 +20,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_spmd import _promotion
+from keras_spmd._promotion import is_dtensor
 from keras_spmd.graph._scope import CaptureScope, module_tensors
+from keras_spmd.rules._specs import is_pending
 
 
 class CannotCapture(Exception):
@@ -58,14 +60,11 @@ class Captured:
     structure: Any
     specs: list[DTensorSpec | None]
 
-    def inputs(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [*(slot.local for slot in self.slots), *leaves]
+    def state(self) -> list[torch.Tensor]:
+        return [slot.local for slot in self.slots]
 
     def results(self, outputs: Sequence[torch.Tensor]) -> Any:
-        flat = [
-            output if spec is None else DTensor(output, spec, requires_grad=False)
-            for output, spec in zip(outputs, self.specs, strict=True)
-        ]
+        flat = [_wrapped(output, spec) for output, spec in zip(outputs, self.specs, strict=True)]
         return tree.pack_sequence_as(self.structure, flat)
 
 
@@ -154,6 +153,10 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
+def _wrapped(local: torch.Tensor | None, spec: DTensorSpec | None) -> Any:
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
 def local_of(leaf: torch.Tensor) -> torch.Tensor:
     return leaf._local_tensor if isinstance(leaf, DTensor) else leaf
 
@@ -191,14 +194,14 @@ class _Tracer:
             return self._outputs(results), new
 
     def _leaf(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
-        value = local if slot.spec is None else DTensor(local, slot.spec, requires_grad=False)
+        value = _wrapped(local, slot.spec)
         return value.detach().requires_grad_() if slot.is_trained and self.with_grad else value
 
     def _data(self, leaves: list[torch.Tensor]) -> Any:
         given, flat = iter(leaves), []
         for leaf in tree.flatten(self.data):
             local = None if leaf is None else next(given)
-            flat.append(DTensor(local, leaf._spec, requires_grad=False) if _is_dt(leaf) else local)
+            flat.append(_wrapped(local, getattr(leaf, "_spec", None)))
         return tree.pack_sequence_as(self.data, flat)
 
     def _new_value(self, scope: CaptureScope, slot: Slot, value: torch.Tensor) -> Any:
@@ -211,7 +214,7 @@ class _Tracer:
             return None  # What was written into it in place is in the graph already.
         if slot.spec is not None:
             new = _promotion.ensure_dtensor(new, slot.spec.mesh, slot.spec.placements)
-        elif _is_dt(new):
+        elif is_dtensor(new):
             new = new.full_tensor()
         return local_of(new.detach()).to(value.dtype)
 
@@ -225,20 +228,12 @@ class _Tracer:
                     "the host and would be the same after every step"
                 )
             result = result.detach()
-            if _is_dt(result) and (self.gather_results or _is_pending(result)):
+            if is_dtensor(result) and (self.gather_results or is_pending(result)):
                 result = result.full_tensor()
-            self.specs.append(result._spec if _is_dt(result) else None)
+            self.specs.append(result._spec if is_dtensor(result) else None)
             outputs.append(local_of(result))
         self.structure = tree.map_structure(lambda _: 0, results)
         return outputs
-
-
-def _is_dt(x: Any) -> bool:
-    return isinstance(x, DTensor)
-
-
-def _is_pending(x: DTensor) -> bool:
-    return any(p.is_partial() for p in x.placements)
 
 
 def _write_state_in_place(module: GraphModule, states: int, results: int) -> None:

@@ -4,14 +4,15 @@ Works on a functional graph: values are never overwritten, but by the `copy_` at
 may be moved as their inputs allow, and two collectives of one tensor are one.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.fx import Graph, GraphModule, Node
 
-from keras_spmd import _layouts
 from keras_spmd._gradients import BUCKET_BYTES
 
 _c10d = torch.ops._c10d_functional
@@ -25,6 +26,11 @@ def is_collective(node: Node) -> bool:
 
 def collectives_of(module: GraphModule) -> list[Node]:
     return [node for node in module.graph.nodes if is_collective(node)]
+
+
+def group_ranks(node: Node) -> tuple[int, ...]:
+    """The ranks that take part in a collective."""
+    return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(node.args[-1])))
 
 
 def optimise(module: GraphModule) -> None:
@@ -168,11 +174,8 @@ def sort(graph: Graph, *, late_waits: bool = True) -> None:
             place(node)
     for node in last:
         place(node)
-    anchor = graph._root
-    for node in ordered:
-        if anchor is not graph._root or node is not anchor:
-            anchor.append(node)
-        anchor = node
+    for before, after in itertools.pairwise(ordered):
+        before.append(after)
 
 
 def _after_waits(nodes: list[Node]) -> set[Node]:
@@ -200,30 +203,3 @@ def _nbytes(node: Any) -> int:
 
 def _dtype(node: Node) -> torch.dtype:
     return node.meta["val"].dtype
-
-
-def assert_same_on_all_ranks(module: GraphModule | None) -> bool:
-    """Whether all ranks have a graph. Raises if they have, but would communicate differently."""
-    if _layouts.active_mesh() is None:
-        return module is not None
-    mine = None if module is None else [_signature(node) for node in collectives_of(module)]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    if any(theirs is None for theirs in everybody):
-        return False
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            pairs = zip(everybody[0], theirs, strict=False)
-            shorter = min(len(theirs), len(everybody[0]))
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-            found = [ops[at] if at < len(ops) else "nothing" for ops in (everybody[0], theirs)]
-            raise RuntimeError(
-                f"Rank {rank} captured another step than rank 0: its collective number {at} is "
-                f"{found[1]}, and that of rank 0 is {found[0]}. Ranks must run the same program: "
-                "look for code that depends on the rank, or on random numbers."
-            )
-    return True
-
-
-def _signature(node: Node) -> str:
-    return f"{node.target} of {_dtype(node)}"

@@ -8,19 +8,34 @@ import torch
 from torch.fx import GraphModule
 
 from keras_spmd import _settings
+from keras_spmd._notices import warn_once
 
 # Raw random ops of torch draw what they draw in an eager step.
 _OPTIONS = {"fallback_random": True}
 
 
 def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable:
-    """Inductor's version of the graph. It writes new state into its inputs."""
+    """Inductor's version of the graph, called with a list. It writes new state into its inputs."""
     if _settings.compiler() == "none":
-        return module
+        return lambda args: module(*args)
+    try:
+        compiled = _inductor(module, inputs)
+    except Exception as error:
+        message = (
+            "Inductor could not compile a captured step, which runs as it is, more slowly: "
+            f"{type(error).__name__}: {error}"
+        )
+        if _settings.strict():
+            raise RuntimeError(f"KERAS_SPMD_STRICT: {message}") from error
+        warn_once(("inductor", str(error)), message)
+        return lambda args: module(*args)
+    return lambda args: compiled(*args)
+
+
+def _inductor(module: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
     with torch.no_grad(), warnings.catch_warnings():
         # Inductor warns of its own use of torch.
         warnings.simplefilter("ignore")
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(module, list(inputs), config_patches=_OPTIONS)
-    return compiled
+        return compile_fx(module, list(inputs), config_patches=_OPTIONS)

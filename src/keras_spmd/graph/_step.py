@@ -8,33 +8,66 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
-from keras.src import tree
 from keras.src.backend import config as keras_config
 from keras.src.backend.common import global_state
-from torch.distributed.tensor import DTensor
 
 from keras_spmd import _data, _layouts, _random, _settings, _transfer
 from keras_spmd._notices import warn_once
+from keras_spmd._promotion import is_dtensor
 from keras_spmd.graph import _attributes, _reasons
+from keras_spmd.graph._agreement import Verdict, agree
 from keras_spmd.graph._capture import CannotCapture, Captured, capture, local_of, slots_of
-from keras_spmd.graph._collectives import assert_same_on_all_ranks, optimise
+from keras_spmd.graph._collectives import optimise
 from keras_spmd.graph._compile import compile_graph
 from keras_spmd.graph._scalars import keep_on_device
 
-capture_limit = 16
 
-
-class _Entry:
-    """What is known of one kind of batch."""
+class Entry:
+    """What is known of one kind of batch: its graph, once there is one."""
 
     def __init__(self) -> None:
         self.is_eager = False
         self.captured: Captured | None = None
         self.run: Callable | None = None
-        self.inputs: list[torch.Tensor] = []
-        self.values: list[tuple[Any, torch.Tensor]] = []
-        self.seconds = 0.0
+        self.state: list[torch.Tensor] = []
+        self.values: list[tuple[int, Any, torch.Tensor]] = []
+        self.seconds = {"capture": 0.0, "compile": 0.0}
+
+    def is_up_to_date(self) -> bool:
+        """Whether its variables lie as they did; other tensors of the same kind are taken over."""
+        for i, variable, value in self.values:
+            new = variable._value
+            if new is not value and not self._take(i, new, value):
+                return False
+        return True
+
+    def _take(self, i: int, new: torch.Tensor, old: torch.Tensor) -> bool:
+        if not _are_alike(new, old):
+            return False
+        slot = self.captured.slots[i]  # type: ignore[union-attr]
+        slot.tensor = new
+        self.state[i] = slot.local
+        self._watch()
+        return True
+
+    def use(self, captured: Captured, run: Callable) -> None:
+        self.captured, self.run = captured, run
+        self.state = captured.state()
+        self._watch()
+
+    def _watch(self) -> None:
+        slots = enumerate(self.captured.slots)  # type: ignore[union-attr]
+        self.values = [(i, s.variable, s.tensor) for i, s in slots if s.variable is not None]
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return _kind(a) == _kind(b) and a.requires_grad == b.requires_grad and a.stride() == b.stride()
+
+
+def _kind(x: torch.Tensor) -> tuple:
+    return (x.shape, x.dtype, x.device, getattr(x, "_spec", None))
 
 
 class Step:
@@ -48,73 +81,67 @@ class Step:
 
     def __init__(self, model: Any, kind: str, eager: Callable) -> None:
         self.model, self.kind, self.eager = model, kind, eager
-        self.entries: dict[tuple, _Entry] = {}
-        self.is_given_up = False
+        self.entries: dict[tuple, Entry] = {}
+        self.reason: str | None = None  # why it runs eagerly from now on
         self.failures = 0
         self.is_first = True
 
     def __call__(self, data: list) -> Any:
         batch = _data.distribute_batch(data[0])
-        batch = tree.map_structure(_on_device, batch)
-        if self.is_given_up:
-            return self._eagerly(batch)
-        leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
-        entry = self._entry(batch, leaves)
-        if entry is None:
-            return self._eagerly(batch)
-        if entry.run is None and not self._prepare(entry, batch):
-            return self._eagerly(batch)
-        for variable, value in entry.values:
-            if variable._value is not value:
-                self.entries.clear()
-                return self(data)
+        leaves, structure = optree.tree_flatten(batch, namespace="keras")
+        leaves = [_on_device(leaf) for leaf in leaves]
+        if self.reason is not None or not all(isinstance(x, torch.Tensor) for x in leaves):
+            return self.eager([batch])
+        entry = self._entry(leaves, structure)
+        if entry is None or (entry.run is None and not self._prepare(entry, leaves, structure)):
+            return self.eager([structure.unflatten(leaves)])
+        if not entry.is_up_to_date():
+            self.entries = {key: e for key, e in self.entries.items() if e is not entry}
+            self.entries[object(),] = Entry()  # it counts as one more
+            return self(data)
         with torch.no_grad():
-            outputs = entry.run([*entry.inputs, *map(local_of, leaves)])  # type: ignore[misc]
+            outputs = entry.run([*entry.state, *map(local_of, leaves)])  # type: ignore[misc]
         _transfer.read_ahead()
         return entry.captured.results(outputs)  # type: ignore[union-attr]
 
-    def _eagerly(self, batch: Any) -> Any:
-        with _random.layouts_at_hand(batch):
-            return self.eager([batch])
-
-    def _entry(self, batch: Any, leaves: list) -> _Entry | None:
+    def _entry(self, leaves: list, structure: Any) -> Entry | None:
         key = (
-            tuple((tuple(x.shape), x.dtype, x._spec if _is_dt(x) else None) for x in leaves),
-            None if len(leaves) < 2 else str(tree.map_structure(lambda x: x is None, batch)),
+            tuple(_kind(x) for x in leaves),
+            structure,
             id(_layouts.active_distribution()),
             keras_config.floatx(),
             _attributes.state_of(self.model),
         )
         entry = self.entries.get(key)
         if entry is None:
-            if len(self.entries) >= capture_limit:
+            if len(self.entries) >= _settings.capture_limit():
                 self._give_up(leaves)
                 return None
-            entry = self.entries[key] = _Entry()
+            entry = self.entries[key] = Entry()
         return entry
 
     def _give_up(self, leaves: list) -> None:
-        self.is_given_up = True
         shapes = [tuple(x.shape) for x in leaves]
-        others = [[shape for shape, _, _ in key[0]] for key in self.entries]
+        others = [[kind[0] for kind in key[0]] for key in self.entries if len(key) > 1]
         changing = [
             i
             for i, shape in enumerate(shapes)
-            if len({other[i] for other in others if i < len(other)} | {shape}) > 2
+            if len({tuple(other[i]) for other in others if i < len(other)} | {shape}) > 2
         ]
         what = (
             f"input {changing[0]}, whose shape is {shapes[changing[0]]} now,"
             if changing
             else "an attribute of the model or of a layer"
         )
+        self.reason = f"{what} keeps changing"
         warn_once(
             ("captures", id(self)),
-            f"The {self.kind} step of '{self.model.name}' was captured {capture_limit} times, "
-            f"because {what} keeps changing. It runs eagerly from now on. Pad the input to a few "
-            "sizes, or raise keras_spmd.graph._step.capture_limit.",
+            f"The {self.kind} step of '{self.model.name}' was captured "
+            f"{_settings.capture_limit()} times, because {self.reason}. It runs eagerly from now "
+            "on. Pad the input to a few sizes, or raise KERAS_SPMD_CAPTURE_LIMIT.",
         )
 
-    def _prepare(self, entry: _Entry, batch: Any) -> bool:
+    def _prepare(self, entry: Entry, leaves: list, structure: Any) -> bool:
         """Capture and compile; False if this batch must run eagerly."""
         if entry.is_eager:
             return False
@@ -124,32 +151,32 @@ class Step:
             return False
         start = time.perf_counter()
         before = _attributes.snapshot(self.model)
+        captured: Captured | None = None
         error: Exception | None = None
         try:
-            captured = self._capture(batch)
+            captured = self._capture(structure.unflatten(leaves))
             changed = _attributes.difference(before, _attributes.snapshot(self.model))
             if changed:
-                error = _reasons.python_state(changed)
+                raise _reasons.python_state(changed)
             keep_on_device(captured.module)
             optimise(captured.module)
         except Exception as problem:
             error = problem
-        if not assert_same_on_all_ranks(None if error else captured.module):
+        verdict = agree(_verdict(error), None if captured is None else captured.module)
+        if verdict is not Verdict.CAPTURED or captured is None:
             _attributes.restore(before)
             self.failures += 1
             # The first step may make what later ones only use, an optimizer's state, say.
-            if self.failures > 1 or isinstance(error, CannotCapture):
+            if self.failures > 1 or verdict is Verdict.NEVER:
                 entry.is_eager = True
-                self.is_given_up = isinstance(error, CannotCapture) or self.failures > 4
-                self._say_why(error)
+                is_final = verdict is Verdict.NEVER or self.failures > 4
+                self._say_why(error, is_final)
             return False
-        entry.captured = captured
-        entry.inputs = captured.inputs([])
-        leaves = [local_of(x) for x in tree.flatten(batch) if x is not None]
-        compiled = compile_graph(captured.module, [*entry.inputs, *leaves])
-        entry.run = lambda inputs: compiled(*inputs)
-        entry.values = [(s.variable, s.tensor) for s in captured.slots if s.variable is not None]
-        entry.seconds = time.perf_counter() - start
+        entry.seconds["capture"] = time.perf_counter() - start
+        start = time.perf_counter()
+        inputs = [*captured.state(), *map(local_of, leaves)]
+        entry.use(captured, compile_graph(captured.module, inputs))
+        entry.seconds["compile"] = time.perf_counter() - start
         return True
 
     def _capture(self, batch: Any) -> Captured:
@@ -171,11 +198,10 @@ class Step:
                 with_grad=self.kind == "train",
             )
 
-    def _say_why(self, error: Exception | None) -> None:
-        if error is None:
-            reason = "another rank could not capture it"
-        else:
-            reason = _reasons.describe(error)
+    def _say_why(self, error: Exception | None, is_final: bool) -> None:
+        reason = "another rank could not capture it" if error is None else _reasons.describe(error)
+        if is_final:
+            self.reason = reason
         message = (
             f"The {self.kind} step of '{self.model.name}' runs eagerly, because {reason}. "
             "The results are the same."
@@ -185,11 +211,11 @@ class Step:
         warn_once(("eager", id(self)), message)
 
 
+def _verdict(error: Exception | None) -> Verdict:
+    if error is None:
+        return Verdict.CAPTURED
+    return Verdict.NEVER if isinstance(error, CannotCapture) else Verdict.LATER
+
+
 def _on_device(leaf: Any) -> Any:
-    if leaf is None or _is_dt(leaf):
-        return leaf
-    return _transfer.to_device(_data.as_tensor(leaf))
-
-
-def _is_dt(x: Any) -> bool:
-    return isinstance(x, DTensor)
+    return leaf if is_dtensor(leaf) else _transfer.to_device(_transfer.as_tensor(leaf))

@@ -32,6 +32,11 @@ def is_replicated(tensor: DTensor) -> bool:
     return all(p.is_replicate() for p in tensor.placements)
 
 
+def is_pending(tensor: DTensor) -> bool:
+    """Whether it is a sum (or another reduction) that is still to be made."""
+    return any(p.is_partial() for p in tensor.placements)
+
+
 def without_partial(placements: Sequence[Placement]) -> Placements:
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 

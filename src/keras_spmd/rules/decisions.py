@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.utils._pytree import tree_leaves, tree_map
 
-from keras_spmd.rules._specs import local_as, replicated, without_partial, wrap
+from keras_spmd.rules._specs import is_pending, local_as, replicated, without_partial, wrap
 from keras_spmd.rules.fallback import run_replicated, written_arguments
 
 
@@ -80,7 +80,7 @@ def _is_linear(op: torch._ops.OpOverload) -> bool:
 
 
 def _has_pending(args: Any) -> bool:
-    return any(isinstance(x, DTensor) and _is_pending(x) for x in tree_leaves(args))
+    return any(isinstance(x, DTensor) and is_pending(x) for x in tree_leaves(args))
 
 
 def _would_move_its_target(
@@ -143,18 +143,14 @@ def _run_without_pending_sums(op: torch._ops.OpOverload, args: tuple, kwargs: di
     if not _has_pending((args, kwargs)):
         return run_replicated(op, args, kwargs)
     for x in written_arguments(op, args, kwargs):
-        if isinstance(x, DTensor) and _is_pending(x):
+        if isinstance(x, DTensor) and is_pending(x):
             # The tensor itself must go on, so it stops being pending: its value is the same.
             settled = _summed(x)
             x._local_tensor, x._spec = settled._local_tensor, settled._spec
     args, kwargs = tree_map(
-        lambda x: _summed(x) if isinstance(x, DTensor) and _is_pending(x) else x, (args, kwargs)
+        lambda x: _summed(x) if isinstance(x, DTensor) and is_pending(x) else x, (args, kwargs)
     )
     return op(*args, **kwargs)
-
-
-def _is_pending(x: DTensor) -> bool:
-    return any(isinstance(p, Partial) for p in x.placements)
 
 
 def _summed(x: DTensor) -> DTensor:
