@@ -14,9 +14,8 @@ NAME = sys.argv[1]
 if "jax" in NAME:
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
-import keras
-
-from gpt import CPU, TENSOR_PARALLEL, keras_model, torch_model
+import keras  # noqa: E402
+from gpt import CPU, TENSOR_PARALLEL, keras_model, torch_model  # noqa: E402
 
 RNG = np.random.default_rng(0)
 

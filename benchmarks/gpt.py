@@ -11,12 +11,12 @@ CPU = {"blocks": 4, "width": 256, "heads": 4, "length": 128, "batch": 16, "words
 
 # A column of heads or features on each rank, then a row: one sum for each pair, Megatron's way.
 TENSOR_PARALLEL = {
-    "attention.*(query|key|value)/kernel": (None, "model", None),
-    "attention.*(query|key|value)/bias": ("model", None),
-    "attention.*output/kernel": ("model", None, None),
-    "up/kernel": (None, "model"),
-    "up/bias": ("model",),
-    "down/kernel": ("model", None),
+    ".*attention.*(query|key|value)/kernel": (None, "model", None),
+    ".*attention.*(query|key|value)/bias": ("model", None),
+    ".*attention.*output/kernel": ("model", None, None),
+    ".*up/kernel": (None, "model"),
+    ".*up/bias": ("model",),
+    ".*down/kernel": ("model", None),
     "logits/kernel": (None, "model"),
 }
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import keras_spmd
 from bench import on_ranks
-from meshes import grid, model_parallel, whole
+from meshes import fully_sharded, grid, model_parallel, whole
 
 ROWS, CLASSES, STEPS = 7, 5, 6
 REDUCTIONS = ("sum", "sum_over_batch_size", "mean", "mean_with_sample_weight", "none")
@@ -168,6 +168,40 @@ def test_the_alignments_of_a_sharded_batch_stay_where_they_are():
             got = run(sharded, rows[1], make_lengths)
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_ranks(2, 4)
+def test_a_sharded_vocabulary_is_never_gathered(dtype):
+    """Softmax and cross-entropy of scores whose classes are sharded, also unevenly."""
+    rng = np.random.default_rng(5)
+    classes, dtype = 11, getattr(torch, dtype)
+    for shape in ((6, classes), (4, classes, 3)):
+        scores = torch.tensor(rng.normal(size=shape), dtype=dtype) * 4
+        target = torch.tensor(rng.integers(0, classes, (shape[0], *shape[2:])))
+        target[0] = -100
+        weight = torch.tensor(rng.uniform(0.5, 1.5, classes), dtype=dtype)
+
+        def run(x, reduction, weight, target=target):
+            loss = torch.nn.functional.cross_entropy(x, target, weight, reduction=reduction)
+            probabilities = x.softmax(1)
+            (loss.sum() + (probabilities * probabilities).sum()).backward()
+            return loss, probabilities, x.grad
+
+        for reduction in ("none", "mean", "sum"):
+            for w in (None, weight):
+                expected = run(scores.clone().requires_grad_(), reduction, w)
+                with model_parallel({}, grid()).scope():
+                    sharded = fully_sharded(scores, 1).detach().requires_grad_()
+                    with CommDebugMode() as communication:
+                        got = run(sharded, reduction, w)
+                counts = communication.get_comm_counts()
+                assert {str(op).split(".")[-1] for op in counts} == {"all_reduce"}
+                for a, b in zip(got, expected, strict=True):
+                    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+                    torch.testing.assert_close(
+                        a.full_tensor(), b, rtol=tolerance, atol=tolerance / 10
+                    )
 
 
 def cases(make, data):

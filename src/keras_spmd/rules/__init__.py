@@ -12,5 +12,6 @@ from keras_spmd.rules import reductions as reductions
 from keras_spmd.rules import reshaping as reshaping
 from keras_spmd.rules import scalars as scalars
 from keras_spmd.rules import scattering as scattering
+from keras_spmd.rules import softmax as softmax
 from keras_spmd.rules._registry import install as install
 from keras_spmd.rules._registry import uninstall as uninstall

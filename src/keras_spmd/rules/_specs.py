@@ -99,9 +99,9 @@ def stack_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch
     return local_as(wrap(local_tensor[None], mesh, one_of_many, shape), mesh, replicated(mesh))
 
 
-def sum_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """The sum of the tensors of all ranks along a mesh axis. Other axes are left alone."""
-    pending = [Partial() if a == axis else Replicate() for a in range(mesh.ndim)]
+def reduce_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int, how: str) -> torch.Tensor:
+    """The sum or maximum of the tensors of all ranks along an axis. Other axes are left alone."""
+    pending = [Partial(how) if a == axis else Replicate() for a in range(mesh.ndim)]
     return local_as(wrap(local_tensor, mesh, pending), mesh, replicated(mesh))
 
 

@@ -12,9 +12,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from keras_spmd._layouts import local_shape_and_offset
 from keras_spmd.rules._registry import handler
 from keras_spmd.rules._specs import (
     Placements,
+    has_no_empty_shard,
     local_as,
     mesh_of,
     replicated,
@@ -92,61 +94,83 @@ def loss_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return wrap(op(*_locals(filled, mesh, placements, shape)), mesh, placements, shape)
 
 
-def _batch_like(mesh: DeviceMesh, scores: Any, target: Any) -> tuple[Placements, Placements]:
-    """Placements of the scores (batch, classes, ...) and of the targets (batch, ...): sharded as
-    they are, but with all classes on every rank."""
-    score_like: list[Placement] = []
-    for axis in range(mesh.ndim):
-        dim = None
+class _Likelihood:
+    """How the likelihood loss is sharded: scores (batch, classes, ...), targets (batch, ...).
+
+    Where the classes are sharded, a target that another rank has counts as one to be ignored, and
+    results are pending sums: the logits of a large vocabulary are never gathered.
+    """
+
+    def __init__(self, scores: Any, target: Any, ignore_index: int) -> None:
+        self.mesh = mesh_of((scores, target))
+        self.class_dim = 1 if scores.ndim > 1 else 0
+        self.shape, self.ignore_index = scores.shape, ignore_index
+        self.scores = tuple(self._along(axis, scores, target) for axis in range(self.mesh.ndim))
+        self.target = tuple(self._target(p) for p in self.scores)
+        self.total = tuple(Partial() if isinstance(p, Shard) else p for p in self.scores)
+        self.each = tuple(
+            Partial() if p == Shard(self.class_dim) else q
+            for p, q in zip(self.scores, self.target, strict=True)
+        )
+
+    def _along(self, axis: int, scores: Any, target: Any) -> Placement:
         for x, is_target in ((scores, False), (target, True)):
             if isinstance(x, DTensor) and isinstance(x.placements[axis], Shard):
-                found = x.placements[axis].dim
-                dim = found + 1 if is_target and found > 0 else found
-                if scores.ndim == 1 or (dim == 1 and not is_target):
-                    dim = None
-            if dim is not None:
-                break
-        score_like.append(Replicate() if dim is None else Shard(dim))
-    target_like = [
-        Shard(p.dim - 1 if p.dim > 1 else 0) if isinstance(p, Shard) else p for p in score_like
-    ]
-    return tuple(score_like), tuple(target_like)
+                dim = x.placements[axis].dim
+                dim = dim + 1 if is_target and dim > 0 else dim
+                if is_target and scores.ndim == 1:
+                    continue
+                if dim != self.class_dim or has_no_empty_shard(scores.shape[dim], self.mesh):
+                    return Shard(dim)
+        return Replicate()
+
+    def _target(self, p: Placement) -> Placement:
+        if not isinstance(p, Shard) or p.dim == self.class_dim:
+            return Replicate()
+        return Shard(p.dim - 1 if p.dim > 1 else 0)
+
+    def locals(self, scores: Any, target: Any, weight: Any) -> tuple[Any, Any, Any]:
+        """This rank's scores, targets and weights of classes."""
+        classes = [Shard(0) if p == Shard(self.class_dim) else Replicate() for p in self.scores]
+        local_target = local_as(target, self.mesh, self.target)
+        if Shard(self.class_dim) in self.scores:
+            shape, offset = local_shape_and_offset(self.shape, self.mesh, self.scores)
+            mine = local_target - offset[self.class_dim]
+            is_mine = (mine >= 0) & (mine < shape[self.class_dim])
+            is_mine = is_mine & (local_target != self.ignore_index)
+            local_target = torch.where(is_mine, mine, self.ignore_index)
+        return (
+            local_as(scores, self.mesh, self.scores),
+            local_target,
+            local_as(weight, self.mesh, classes),
+        )
 
 
 @handler("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 def likelihood(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     scores, target, weight, reduction, ignore_index = args
-    mesh = mesh_of(args)
-    score_like, target_like = _batch_like(mesh, scores, target)
+    how = _Likelihood(scores, target, ignore_index)
     local, local_weight = op(
-        local_as(scores, mesh, score_like),
-        local_as(target, mesh, target_like),
-        local_as(weight, mesh, replicated(mesh)),
-        NONE if reduction == NONE else SUM,
-        ignore_index,
+        *how.locals(scores, target, weight), NONE if reduction == NONE else SUM, ignore_index
     )
-    summed = [Partial() if isinstance(p, Shard) else p for p in score_like]
-    weights = wrap(local_weight, mesh, summed)
+    weights = wrap(local_weight, how.mesh, how.total)
     if reduction == NONE:
-        return wrap(local, mesh, target_like, target.shape), weights
-    total = wrap(local, mesh, summed)
+        return wrap(local, how.mesh, how.each, target.shape), weights
+    total = wrap(local, how.mesh, how.total)
     return (aten.div.Tensor(total, weights) if reduction == MEAN else total), weights
 
 
 @handler("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 def likelihood_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     grad, scores, target, weight, reduction, ignore_index, total_weight = args
-    mesh = mesh_of(args)
-    score_like, target_like = _batch_like(mesh, scores, target)
+    how = _Likelihood(scores, target, ignore_index)
     if reduction == MEAN:
         grad = aten.div.Tensor(grad, total_weight)
     local = op(
-        local_as(grad, mesh, target_like if reduction == NONE else replicated(mesh)),
-        local_as(scores, mesh, score_like),
-        local_as(target, mesh, target_like),
-        local_as(weight, mesh, replicated(mesh)),
+        local_as(grad, how.mesh, how.target if reduction == NONE else replicated(how.mesh)),
+        *how.locals(scores, target, weight),
         NONE if reduction == NONE else SUM,
         ignore_index,
-        local_as(total_weight, mesh, replicated(mesh)),
+        total_weight.to_local() if isinstance(total_weight, DTensor) else total_weight,  # unused
     )
-    return wrap(local, mesh, score_like, scores.shape)
+    return wrap(local, how.mesh, how.scores, scores.shape)

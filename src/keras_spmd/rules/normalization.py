@@ -17,9 +17,9 @@ from keras_spmd.rules._specs import (
     local_as,
     mesh_of,
     overwrite,
+    reduce_over,
     replicated,
     stack_over,
-    sum_over,
     to_replicated,
     without_partial,
     wrap,
@@ -171,7 +171,7 @@ def _backward(
     x_hat = (local_x.to(wide) - _per_channel(mean, x.ndim)) * _per_channel(invstd, x.ndim)
     sums = torch.stack([dy.sum(dims), (dy * x_hat).sum(dims)])
     for axis in combined:
-        sums = sum_over(sums, mesh, axis)
+        sums = reduce_over(sums, mesh, axis, "sum")
     sum_dy, sum_dy_x_hat = sums.unbind(0)
     if train:
         count = x.numel() / x.shape[CHANNELS]
