@@ -26,6 +26,8 @@ def batch_of(size: dict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def distribute(kind: str) -> None:
+    if kind == "none":
+        return
     distribution = keras.distribution
     devices = distribution.list_devices()
     if kind == "data":

@@ -11,76 +11,13 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import keras
 import torch
-import torch.nn.functional as F
-from keras import layers
+from gpt import MINI, SMALL, keras_model, torch_model
 
 import keras_spmd  # noqa: F401
 
-SIZES = {
-    "small": {"blocks": 12, "width": 768, "heads": 12, "length": 1024, "batch": 8, "words": 50304},
-    "mini": {"blocks": 4, "width": 128, "heads": 4, "length": 64, "batch": 8, "words": 512},
-}
-
-
-class Positions(layers.Layer):
-    def build(self, shape):
-        self.table = self.add_weight(shape=shape[1:], initializer="normal", name="table")
-
-    def call(self, x):
-        return x + self.table
-
-
-def keras_model(size: dict, **options) -> keras.Model:
-    tokens = keras.Input((size["length"],), dtype="int32")
-    x = Positions()(layers.Embedding(size["words"], size["width"])(tokens))
-    for _ in range(size["blocks"]):
-        y = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(size["heads"], size["width"] // size["heads"])
-        x = x + attention(y, y, use_causal_mask=True)
-        y = layers.LayerNormalization()(x)
-        y = layers.Dense(4 * size["width"], activation=keras.activations.gelu)(y)
-        x = x + layers.Dense(size["width"])(y)
-    x = layers.LayerNormalization()(x)
-    model = keras.Model(tokens, layers.Dense(size["words"], use_bias=False)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.AdamW(1e-4), loss, **options)
-    return model
-
-
-class Block(torch.nn.Module):
-    def __init__(self, size: dict) -> None:
-        super().__init__()
-        width = size["width"]
-        self.heads = size["heads"]
-        self.first, self.second = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).unbind(2)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
-
-
-class HandWritten(torch.nn.Module):
-    def __init__(self, size: dict) -> None:
-        super().__init__()
-        self.tokens = torch.nn.Embedding(size["words"], size["width"])
-        self.positions = torch.nn.Parameter(torch.randn(size["length"], size["width"]) * 0.05)
-        self.blocks = torch.nn.Sequential(*[Block(size) for _ in range(size["blocks"])])
-        self.norm = torch.nn.LayerNorm(size["width"])
-        self.logits = torch.nn.Linear(size["width"], size["words"], bias=False)
-
-    def forward(self, tokens, targets):
-        x = self.norm(self.blocks(self.tokens(tokens) + self.positions))
-        return F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets.flatten())
-
 
 def hand_written_step(size: dict, mode: str | None):
-    model = HandWritten(size).cuda()
+    model = torch_model(size).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
     compiled = torch.compile(model, mode=mode)
 
@@ -106,7 +43,12 @@ def keras_step(size: dict, *, mesh: bool, **options):
     model._symbolic_build(data_batch=(x, x))
     function = model.make_train_function()
     model.train()
-    return lambda x, y: function([(x, y)])["loss"]
+
+    def step(x, y):
+        return function([(x, y)])["loss"]
+
+    step.function = function
+    return step
 
 
 def measure(label: str, make, size: dict, steps: int = 30) -> None:
@@ -130,6 +72,8 @@ def measure(label: str, make, size: dict, steps: int = 30) -> None:
             loss = step(x, y)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / steps)
+    for entry in getattr(getattr(step, "function", None), "entries", {}).values():
+        print(f"  {entry.seconds}")
     tokens = size["batch"] * size["length"]
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(
@@ -141,7 +85,7 @@ def measure(label: str, make, size: dict, steps: int = 30) -> None:
 
 def main() -> None:
     wanted = sys.argv[1:] or ["small", "hand", "ours"]
-    size = SIZES["mini" if "mini" in wanted else "small"]
+    size = MINI if "mini" in wanted else SMALL
     print(f"torch {torch.__version__}, keras {keras.__version__}, {torch.cuda.get_device_name()}")
     torch.set_float32_matmul_precision("high")
     keras.config.set_dtype_policy("mixed_bfloat16")

@@ -47,6 +47,11 @@ def capture_limit() -> int:
     return int(_number("KERAS_SPMD_CAPTURE_LIMIT", 16))
 
 
+def cuda_graphs() -> bool | None:
+    """`KERAS_SPMD_CUDA_GRAPHS`: 1 or 0; without it, steps are recorded where it pays."""
+    return _flag("KERAS_SPMD_CUDA_GRAPHS") if "KERAS_SPMD_CUDA_GRAPHS" in os.environ else None
+
+
 def compiler() -> str:
     """What makes code of a captured step: "inductor", or "none" to run the graph as it is."""
     return os.environ.get("KERAS_SPMD_COMPILER", "inductor")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from keras_spmd import _coverage, _initial_values, _layouts, _promotion, _random
+from keras_spmd._capturing import here
 from keras_spmd._layouts import BackendLayout
 from keras_spmd._notices import warn_once
 
@@ -223,14 +224,14 @@ def promoting_outside_of_scope(original: Callable) -> Callable:
 def layer_call_or(original: Callable) -> Callable:
     """`Layer.__call__`: sharded layers also work outside of the scope that made them."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         distribution = _layouts.active_distribution()
         if distribution is None and not any_sharded:
             return original(self, *args, **kwargs)
         if any_sharded and torch.is_inference_mode_enabled():
             # torch can't make views of DTensors there; without gradients it is the same.
             with torch.inference_mode(False), torch.no_grad():
-                return __call__(self, *args, **kwargs)
+                return call(self, *args, **kwargs)
         if distribution is None:
             if _promotion.is_promoting():
                 return original(self, *args, **kwargs)
@@ -247,6 +248,14 @@ def layer_call_or(original: Callable) -> Callable:
             outputs = original(self, *args, **kwargs)
         if is_new and self.built:
             _warn_of_plain_variables(self, distribution)
+        return outputs
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if here.scope is None:
+            return call(self, *args, **kwargs)
+        with here.scope.origins.inside(self):
+            outputs = call(self, *args, **kwargs)
+        here.scope.origins.made(self, outputs)
         return outputs
 
     __call__.__doc__ = original.__doc__

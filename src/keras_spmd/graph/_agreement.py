@@ -26,11 +26,20 @@ class Verdict(enum.IntEnum):
     NEVER = 2
 
 
-def agree(verdict: Verdict, module: GraphModule | None) -> Verdict:
-    """The verdict of all ranks. Raises if they have graphs that don't fit together."""
+def signature_of(module: GraphModule) -> list[tuple]:
+    """What must be the same on all ranks: the ops that compute, and how ranks communicate."""
+    return [_signature(node) for node in module.graph.nodes if _counts(node)]
+
+
+def agree(verdict: Verdict, ops: list[tuple]) -> Verdict:
+    """The verdict of all ranks. Raises if they have graphs that don't fit together.
+
+    Args:
+        verdict: This rank's.
+        ops: The signatures of its graph.
+    """
     if _layouts.active_mesh() is None:
         return verdict
-    ops = [] if module is None else [_signature(n) for n in module.graph.nodes if _counts(n)]
     mine = (int(verdict), hashlib.sha256(repr(ops).encode()).hexdigest())
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)

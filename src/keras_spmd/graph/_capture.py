@@ -16,12 +16,15 @@ from keras.src import tree
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from keras_spmd import _promotion
 from keras_spmd._promotion import is_dtensor
+from keras_spmd.graph._compile import decompositions
+from keras_spmd.graph._functional import make_functional
 from keras_spmd.graph._scope import CaptureScope, module_tensors
+from keras_spmd.graph._simplify import clone_returned_inputs
 from keras_spmd.rules._specs import is_pending
 
 
@@ -97,32 +100,21 @@ def capture(
         gather_results: Whether results are made whole in the graph (logs), or stay sharded.
         with_grad: Whether the step needs autograd.
     """
+    table = {**decompositions(), **_DECOMPOSITIONS}
     for _ in range(10):
         tracer = _Tracer(step, slots, data, gather_results, with_grad)
         leaves = [local_of(leaf) for leaf in tree.flatten(data) if leaf is not None]
         with torch.autograd.set_multithreading_enabled(False), _quiet():
-            module = make_fx(
-                tracer, _DECOMPOSITIONS, tracing_mode="fake", _allow_non_fake_inputs=True
-            )([slot.local for slot in slots], leaves)
+            trace = make_fx(tracer, table, tracing_mode="fake", _allow_non_fake_inputs=True)
+            module = trace([slot.local for slot in slots], leaves)
         if not tracer.undeclared:
             break
         slots = [*slots, *(Slot(v._value, v) for v in tracer.undeclared)]
     else:
         raise CannotCapture("it touches other variables at each run")
-    _write_state_in_place(module, len(slots), len(tracer.specs))
-    module = _functional(module, [*(slot.local for slot in slots), *leaves])
+    _write_state_in_place(module.graph, len(slots), len(tracer.specs))
+    module = make_functional(module, [*(slot.local for slot in slots), *leaves])
     return Captured(module, slots, tracer.structure, tracer.specs)
-
-
-def _functional(module: GraphModule, inputs: Sequence[torch.Tensor]) -> GraphModule:
-    """The same graph without overwritten values, but for the state's at its end."""
-    with torch.no_grad():
-        function = torch.func.functionalize(module, remove="mutations")
-        result = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-    result.graph.set_codegen(torch.fx.graph.CodeGen())
-    result.graph.eliminate_dead_code()
-    result.recompile()
-    return result
 
 
 def _convolution_backward(
@@ -185,7 +177,7 @@ class _Tracer:
                 for slot, value in zip(self.slots, values, strict=True)
                 for owner, name in slot.places
             ]
-            with scope, module_tensors(swaps):
+            with scope, scope.origins.watching_backward(), module_tensors(swaps):
                 results = self.step(self._data(leaves))
                 new = [
                     self._new_value(scope, s, v) for s, v in zip(self.slots, values, strict=True)
@@ -236,9 +228,8 @@ class _Tracer:
         return outputs
 
 
-def _write_state_in_place(module: GraphModule, states: int, results: int) -> None:
+def _write_state_in_place(graph: Graph, states: int, results: int) -> None:
     """Let the graph end by writing new values into the state, and return the results only."""
-    graph = module.graph
     graph.set_codegen(torch.fx.graph.CodeGen())
     places = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in graph.nodes if node.op == "output"]
@@ -248,5 +239,4 @@ def _write_state_in_place(module: GraphModule, states: int, results: int) -> Non
             if value is not None:
                 graph.call_function(torch.ops.aten.copy_.default, (place, value))
     output.args = (tuple(flat[:results]),)
-    graph.eliminate_dead_code()
-    module.recompile()
+    clone_returned_inputs(graph)

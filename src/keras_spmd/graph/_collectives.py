@@ -33,18 +33,6 @@ def group_ranks(node: Node) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(c10d._resolve_process_group(node.args[-1])))
 
 
-def optimise(module: GraphModule) -> None:
-    """Merge and move the collectives of a functional graph, in place."""
-    if not collectives_of(module):
-        return
-    merge_duplicates(module.graph)
-    merge_into_buckets(module.graph)
-    # gloo has been seen to corrupt memory with several collectives under way at once.
-    sort(module.graph, late_waits=any(_is_on_gpu(node) for node in module.graph.nodes))
-    module.graph.eliminate_dead_code()
-    module.recompile()
-
-
 def merge_duplicates(graph: Graph) -> None:
     """One all-reduce for all that reduce the same tensor."""
     seen: dict[tuple, Node] = {}
@@ -189,11 +177,6 @@ def _after_waits(nodes: list[Node]) -> set[Node]:
         if is_collective(node) or any(user in feeds for user in node.users):
             feeds.add(node)
     return depends - feeds
-
-
-def _is_on_gpu(node: Node) -> bool:
-    value = node.meta.get("val")
-    return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.is_cuda
 
 
 def _nbytes(node: Any) -> int:

@@ -1,7 +1,7 @@
 """A captured graph as compiled code."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +14,23 @@ from keras_spmd._notices import warn_once
 _OPTIONS = {"fallback_random": True}
 
 
-def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable:
+def decompositions() -> dict:
+    """How the compiler takes ops apart."""
+    if _settings.compiler() == "none":
+        return {}
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch(_OPTIONS):
+        return select_decomp_table()
+
+
+def compile_graph(module: GraphModule) -> Callable:
     """Inductor's version of the graph, called with a list. It writes new state into its inputs."""
     if _settings.compiler() == "none":
         return lambda args: module(*args)
     try:
-        compiled = _inductor(module, inputs)
+        return _inductor(module)
     except Exception as error:
         message = (
             "Inductor could not compile a captured step, which runs as it is, more slowly: "
@@ -29,13 +40,14 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callab
             raise RuntimeError(f"KERAS_SPMD_STRICT: {message}") from error
         warn_once(("inductor", str(error)), message)
         return lambda args: module(*args)
-    return lambda args: compiled(*args)
 
 
-def _inductor(module: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+def _inductor(module: GraphModule) -> Callable:
     with torch.no_grad(), warnings.catch_warnings():
         # Inductor warns of its own use of torch.
         warnings.simplefilter("ignore")
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(module, list(inputs), config_patches=_OPTIONS)
+        inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        compiled: Any = compile_fx(module, inputs, config_patches=_OPTIONS)
+    return lambda args: compiled(*args)

@@ -14,6 +14,7 @@ from keras.src.backend.common.stateless_scope import StatelessScope
 from torch.distributed.tensor import DTensor
 
 from keras_spmd._capturing import here
+from keras_spmd.graph._origins import Origins
 
 
 class CaptureScope(StatelessScope):
@@ -23,6 +24,7 @@ class CaptureScope(StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.undeclared: list[Any] = []
         self.trained: set[int] = set()
+        self.origins = Origins()
 
     def declare(self, variable: Any, value: torch.Tensor) -> None:
         self.state_mapping[id(variable)] = value
@@ -69,6 +71,7 @@ class _Branch(CaptureScope):
         self.losses = outer.losses
         self.undeclared = outer.undeclared
         self.trained = outer.trained
+        self.origins = outer.origins
         self.copies: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def get_current_value(self, variable: Any) -> Any:

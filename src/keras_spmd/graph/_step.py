@@ -17,11 +17,12 @@ from keras_spmd import _data, _layouts, _random, _settings, _transfer
 from keras_spmd._notices import warn_once
 from keras_spmd._promotion import is_dtensor
 from keras_spmd.graph import _attributes, _reasons
-from keras_spmd.graph._agreement import Verdict, agree
+from keras_spmd.graph._agreement import Verdict, agree, signature_of
 from keras_spmd.graph._capture import CannotCapture, Captured, capture, local_of, slots_of
-from keras_spmd.graph._collectives import optimise
+from keras_spmd.graph._collectives import collectives_of
 from keras_spmd.graph._compile import compile_graph
-from keras_spmd.graph._scalars import keep_on_device
+from keras_spmd.graph._cuda_graphs import Replayed, can_be_replayed
+from keras_spmd.graph._passes import improved
 
 
 class Entry:
@@ -49,6 +50,8 @@ class Entry:
         slot = self.captured.slots[i]  # type: ignore[union-attr]
         slot.tensor = new
         self.state[i] = slot.local
+        if isinstance(self.run, Replayed):
+            self.run.forget()
         self._watch()
         return True
 
@@ -158,11 +161,15 @@ class Step:
             changed = _attributes.difference(before, _attributes.snapshot(self.model))
             if changed:
                 raise _reasons.python_state(changed)
-            keep_on_device(captured.module)
-            optimise(captured.module)
         except Exception as problem:
             error = problem
-        verdict = agree(_verdict(error), None if captured is None else captured.module)
+        ops = []
+        if captured is not None and error is None:
+            # Which activations are kept may differ; how ranks communicate may not.
+            ops = signature_of(captured.module)
+            error = _improve(captured)
+            ops += [op for op in signature_of(captured.module) if len(op) > 1]
+        verdict = agree(_verdict(error), ops)
         if verdict is not Verdict.CAPTURED or captured is None:
             _attributes.restore(before)
             self.failures += 1
@@ -175,7 +182,10 @@ class Step:
         entry.seconds["capture"] = time.perf_counter() - start
         start = time.perf_counter()
         inputs = [*captured.state(), *map(local_of, leaves)]
-        entry.use(captured, compile_graph(captured.module, inputs))
+        run = compile_graph(captured.module)
+        if can_be_replayed(inputs, len(collectives_of(captured.module))):
+            run = Replayed(run, len(captured.slots))
+        entry.use(captured, run)
         entry.seconds["compile"] = time.perf_counter() - start
         return True
 
@@ -209,6 +219,16 @@ class Step:
         if _settings.strict():
             raise RuntimeError(f"KERAS_SPMD_STRICT: {message}") from error
         warn_once(("eager", id(self)), message)
+
+
+def _improve(captured: Captured) -> Exception | None:
+    try:
+        captured.module = improved(captured.module)
+    except Exception as problem:
+        error = CannotCapture(f"its graph could not be improved ({problem!r})")
+        error.__cause__ = problem
+        return error
+    return None
 
 
 def _verdict(error: Exception | None) -> Verdict:

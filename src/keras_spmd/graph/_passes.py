@@ -1,0 +1,27 @@
+"""What is done to a captured step before it is compiled, in order."""
+
+import torch
+from torch.fx import GraphModule
+
+from keras_spmd.graph import _collectives
+from keras_spmd.graph._recompute import recompute_cheap_activations
+from keras_spmd.graph._scalars import keep_on_device
+
+
+def improved(module: GraphModule) -> GraphModule:
+    """A graph that computes the same with less: reads of values, memory, communication."""
+    keep_on_device(module)
+    _collectives.merge_duplicates(module.graph)
+    module = recompute_cheap_activations(module)
+    if _collectives.collectives_of(module):
+        _collectives.merge_into_buckets(module.graph)
+        # gloo has been seen to corrupt memory with several collectives under way at once.
+        _collectives.sort(module.graph, late_waits=_is_on_gpu(module))
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _is_on_gpu(module: GraphModule) -> bool:
+    values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
