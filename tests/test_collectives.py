@@ -14,8 +14,17 @@ from torch.fx import Graph, GraphModule
 
 import keras_spmd
 from bench import on_ranks
+from keras_spmd._gradients import BUCKET_BYTES
 from keras_spmd.distribution_lib import num_processes
 from keras_spmd.graph import _collectives as passes
+from keras_spmd.graph._buckets import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    Caller,
+    merge_into_buckets,
+)
 from meshes import model_parallel
 
 aten = torch.ops.aten
@@ -35,14 +44,16 @@ class Small:
 
     def call(self, target, *args):
         with self.mode:
-            return passes._call(self.graph, target, *args)
+            return Caller(self.graph, args[0])(target, *args)
 
     def all_reduce(self, node, group="0"):
-        reduced = self.graph.call_function(passes.ALL_REDUCE, (node, "sum", group))
-        reduced.meta["val"] = node.meta["val"]
-        wait = self.graph.call_function(passes.WAIT, (reduced,))
-        wait.meta["val"] = node.meta["val"]
-        return wait
+        return self.call(WAIT, self.call(ALL_REDUCE, node, "sum", group))
+
+    def all_gather(self, node, group="0"):
+        return self.call(WAIT, self.call(ALL_GATHER, node, 2, group))
+
+    def reduce_scatter(self, node, group="0"):
+        return self.call(WAIT, self.call(REDUCE_SCATTER, node, "sum", 2, group))
 
     def finish(self, *outputs):
         self.graph.output(outputs)
@@ -53,20 +64,23 @@ class Small:
         return [str(n.target).split(".")[-2] for n in self.graph.nodes if n.op == "call_function"]
 
     def run(self, *inputs):
-        """What it computes on a group of one that doubles what it reduces."""
+        """What rank 0 of two gets when the other has all that it has, and 100 more in gathers."""
+        alone = {
+            ALL_REDUCE: lambda x, op, group: 2 * x,
+            ALL_GATHER: lambda x, size, group: torch.cat([x, x + 100]),
+            REDUCE_SCATTER: lambda x, op, size, group: 2 * x.chunk(size)[0],
+            WAIT: lambda x: x,
+        }
         module = GraphModule({}, self.graph)
         for node in module.graph.nodes:
-            if node.target is passes.ALL_REDUCE:
-                node.target, node.args = aten.mul.Tensor, (node.args[0], 2)
-            elif node.target is passes.WAIT:
-                node.target = aten.alias.default
+            node.target = alone.get(node.target, node.target)
         module.recompile()
         return module(*inputs)
 
 
 def merged(small, limit):
     with small.mode:
-        passes.merge_into_buckets(small.graph, limit)
+        merge_into_buckets(small.graph, limit)
     passes.sort(small.graph)
     small.graph.eliminate_dead_code()
     small.graph.lint()
@@ -100,6 +114,46 @@ def test_a_bucket_has_a_limit():
     small.finish(*sums)
     merged(small, limit=80)
     assert Counter(small.names())["all_reduce"] == math.ceil(5 * 40 / 80)
+
+
+def test_gathered_weights_travel_together():
+    inputs = [torch.randn(3, 2), torch.randn(5), torch.randn(2, 1, 4)]
+    small = Small()
+    small.finish(*[small.all_gather(small.input(*x.shape)) for x in inputs])
+    merged(small, limit=1000)
+    assert Counter(small.names())["all_gather_into_tensor"] == 1
+    for got, x in zip(small.run(*inputs), inputs, strict=True):
+        torch.testing.assert_close(got, torch.cat([x, x + 100]))
+
+
+def test_scattered_sums_travel_together():
+    inputs = [torch.randn(4, 2), torch.randn(6), torch.randn(2, 1, 4)]
+    small = Small()
+    small.finish(*[small.reduce_scatter(small.input(*x.shape)) for x in inputs])
+    merged(small, limit=1000)
+    assert Counter(small.names())["reduce_scatter_tensor"] == 1
+    for got, x in zip(small.run(*inputs), inputs, strict=True):
+        torch.testing.assert_close(got, 2 * x.chunk(2)[0])
+
+
+def test_weights_are_gathered_by_the_block():
+    """Not all at once: a bucket is about as large as the layers of a block together."""
+    small = Small()
+    small.finish(*[small.all_gather(small.input(100, 10)) for _ in range(10)])
+    merged(small, limit=1)
+    assert Counter(small.names())["all_gather_into_tensor"] == math.ceil(10 / 4)
+
+
+def test_the_next_weights_are_gathered_while_others_are_used():
+    small = Small()
+    a, b = small.input(2), small.input(2)
+    used = small.call(aten.neg.default, small.all_gather(a))
+    small.finish(used, small.call(aten.exp.default, small.all_gather(b)))
+    passes.prefetch_weights(small.graph)
+    passes.sort(small.graph)
+    small.graph.lint()
+    gather, wait = "all_gather_into_tensor", "wait_tensor"
+    assert small.names() == [gather, gather, wait, "neg", wait, "exp"]
 
 
 def test_groups_are_kept_apart():
@@ -151,8 +205,8 @@ def transformer(blocks, width=32, length=16, vocabulary=64):
     return keras.Model(tokens, layers.Dense(vocabulary, name="logits")(x))
 
 
-def count(blocks):
-    """The collectives of a training step, by kind, and the bytes of its gradients."""
+def collectives_and_sizes(blocks):
+    """The collectives of a training step, and the bytes of weights that are sharded, and not."""
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     os.environ["KERAS_SPMD_COMPILER"] = "none"
     model = transformer(blocks)
@@ -161,9 +215,27 @@ def count(blocks):
     x = np.random.default_rng(0).integers(0, 64, (8, 16))
     model.train_on_batch(x, x)
     (entry,) = model.train_function.entries.values()
-    nodes = passes.collectives_of(entry.captured.module)
-    nbytes = sum(v.numpy().nbytes for v in model.trainable_variables)
-    return Counter(str(node.target).split(".")[1] for node in nodes), nbytes
+    sizes = Counter()
+    for v in model.trainable_variables:
+        is_sharded = any(p.is_shard() for p in getattr(v.value, "placements", ()))
+        sizes["sharded" if is_sharded else "whole"] += v.numpy().nbytes
+        sizes["embeddings"] += v.numpy().nbytes if "embeddings" in v.path else 0
+    return passes.collectives_of(entry.captured.module), sizes
+
+
+def kinds(nodes):
+    return Counter(str(node.target).split(".")[1] for node in nodes)
+
+
+def count(blocks):
+    """The collectives of a training step, by kind, and the bytes of its gradients."""
+    nodes, sizes = collectives_and_sizes(blocks)
+    return kinds(nodes), sizes["sharded"] + sizes["whole"]
+
+
+def _nbytes(node):
+    value = node.meta["val"]
+    return value.numel() * value.element_size()
 
 
 @on_ranks(2, 4, timeout=240)
@@ -172,7 +244,7 @@ def test_data_parallel_needs_one_collective_for_each_bucket():
         for blocks in (1, 3):
             counts, nbytes = count(blocks)
             assert set(counts) == {"all_reduce"}
-            assert counts["all_reduce"] <= math.ceil(nbytes / passes.BUCKET_BYTES) + 1
+            assert counts["all_reduce"] <= math.ceil(nbytes / BUCKET_BYTES) + 1
 
 
 @on_ranks(2, 4, timeout=240)
@@ -194,15 +266,28 @@ def test_tensor_parallel_needs_four_sums_for_each_block():
             assert counts["all_reduce"] <= 4 * blocks + 4
 
 
-@on_ranks(2, timeout=240)
-def test_weights_sharded_on_the_data_axis_are_gathered_twice():
-    """Forward, and again backward, and their gradients are scattered: for each weight."""
+@on_ranks(2, 4, timeout=240)
+def test_weights_sharded_on_the_data_axis():
+    """By block: gathered for the forward pass, again for the backward pass, and one scattered sum.
+
+    And not a byte more than that: each weight is gathered twice, each gradient scattered once.
+    """
     mesh = distribution.DeviceMesh((num_processes(), 1), ("batch", "model"))
-    with model_parallel({".*kernel": ("batch",)}, mesh).scope():
-        one, three = count(1)[0], count(3)[0]
-        weights = 6 * 2
-        assert three["all_gather_into_tensor"] - one["all_gather_into_tensor"] == 2 * weights
-        assert three["reduce_scatter_tensor"] - one["reduce_scatter_tensor"] == weights
+    with model_parallel({".*(kernel|embeddings)": ("batch",)}, mesh).scope():
+        for blocks in (2, 6):
+            nodes, sizes = collectives_and_sizes(blocks)
+            counts = kinds(nodes)
+            assert counts["all_gather_into_tensor"] <= 2 * blocks + 2
+            assert counts["reduce_scatter_tensor"] <= blocks + 1
+            assert counts["all_reduce"] <= 2
+            moved = dict.fromkeys(counts, 0)
+            for node in nodes:
+                whole = max(_nbytes(node), _nbytes(node.args[0]))
+                moved[str(node.target).split(".")[1]] += whole
+            # The backward pass of an embedding needs no weights.
+            assert moved["all_gather_into_tensor"] == 2 * sizes["sharded"] - sizes["embeddings"]
+            assert moved["reduce_scatter_tensor"] == sizes["sharded"]
+            assert moved["all_reduce"] <= sizes["whole"] + 64
 
 
 @on_ranks(1, 2)

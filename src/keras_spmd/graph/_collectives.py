@@ -5,19 +5,14 @@ may be moved as their inputs allow, and two collectives of one tensor are one.
 """
 
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.fx import Graph, GraphModule, Node
 
-from keras_spmd._gradients import BUCKET_BYTES
-
-_c10d = torch.ops._c10d_functional
-ALL_REDUCE = _c10d.all_reduce.default
-WAIT = _c10d.wait_tensor.default
+from keras_spmd.graph._buckets import ALL_GATHER, WAIT
+from keras_spmd.graph._origins import origin_of
 
 
 def is_collective(node: Node) -> bool:
@@ -34,11 +29,16 @@ def group_ranks(node: Node) -> tuple[int, ...]:
 
 
 def merge_duplicates(graph: Graph) -> None:
-    """One all-reduce for all that reduce the same tensor."""
+    """One collective for all that do the same with the same tensor.
+
+    A weight is gathered for the forward pass and again for the backward pass, in between it is
+    freed.
+    """
     seen: dict[tuple, Node] = {}
     for node in list(graph.nodes):
-        if node.target is ALL_REDUCE:
-            first = seen.setdefault(node.args, node)
+        if is_collective(node):
+            phase = origin_of(node).phase if node.target is ALL_GATHER else None
+            first = seen.setdefault((node.target, phase, repr(node.args)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
@@ -50,81 +50,26 @@ def merge_duplicates(graph: Graph) -> None:
             graph.erase_node(other)
 
 
-class _Bucket:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.members: list[Node] = []
-        self.nbytes = 0
+def prefetch_weights(graph: Graph) -> None:
+    """Begin to gather weights while those gathered before are still in use: one gather ahead."""
+    gathers = [node for node in graph.nodes if node.target is ALL_GATHER]
+    for before, after in itertools.pairwise(gathers):
+        waits = [user for user in before.users if user.target is WAIT]
+        if waits and origin_of(before).phase == origin_of(after).phase and _is_free(after):
+            waits[0].prepend(after)
 
 
-def merge_into_buckets(graph: Graph, limit: int = BUCKET_BYTES) -> None:
-    """Sums over the same ranks that don't wait for each other travel together.
-
-    Buckets are numbered, and a member may depend on buckets of lower numbers only, so that they
-    can be carried out in that order.
-    """
-    buckets: dict[tuple, list[_Bucket]] = {}
-    highest: dict[Node, int] = {}  # the highest number of a bucket that a node depends on
-    count = 0
-    for node in graph.nodes:
-        highest[node] = max((highest[x] for x in node.all_input_nodes), default=-1)
-        if not _can_be_bucketed(node):
-            continue
-        nbytes = _nbytes(node.args[0])
-        key = (_dtype(node), *node.args[1:])
-        for bucket in buckets.setdefault(key, []):
-            if bucket.number > highest[node] and bucket.nbytes + nbytes <= limit:
-                break
-        else:
-            bucket = _Bucket(count)
-            buckets[key].append(bucket)
-            count += 1
-        bucket.members.append(node)
-        bucket.nbytes += nbytes
-        highest[node] = bucket.number
-    for group in buckets.values():
-        for bucket in group:
-            if len(bucket.members) > 1:
-                _merge(graph, bucket.members)
-
-
-def _can_be_bucketed(node: Node) -> bool:
-    return (
-        node.target is ALL_REDUCE
-        and node.args[1] in ("sum", "avg")
-        and all(user.target is WAIT for user in node.users)
-    )
-
-
-def _merge(graph: Graph, members: list[Node]) -> None:
-    """One all-reduce of all members' values, one after the other in one tensor."""
-    with graph.inserting_before(members[0]):
-        flat = [_call(graph, torch.ops.aten.reshape.default, m.args[0], [-1]) for m in members]
-        joined = _call(graph, torch.ops.aten.cat.default, flat)
-        reduced = _call(graph, ALL_REDUCE, joined, *members[0].args[1:])
-        done = _call(graph, WAIT, reduced)
-        start, pieces = 0, []
-        for member in members:
-            value = member.meta["val"]
-            end = start + value.numel()
-            piece = _call(graph, torch.ops.aten.slice.Tensor, done, 0, start, end)
-            pieces.append(_call(graph, torch.ops.aten.view.default, piece, list(value.shape)))
-            start = end
-    for member, piece in zip(members, pieces, strict=True):
-        for wait in list(member.users):
-            wait.replace_all_uses_with(piece)
-            graph.erase_node(wait)
-        graph.erase_node(member)
-
-
-def _call(graph: Graph, target: Callable, *args: Any) -> Node:
-    """A call in the graph, with the meta data of its result."""
-    node = graph.call_function(target, args)
-    if target in (ALL_REDUCE, WAIT):
-        node.meta["val"] = args[0].meta["val"]
-    else:
-        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
-    return node
+def _is_free(gather: Node) -> bool:
+    """Whether it depends on inputs of the graph only, so that it may begin at any time."""
+    waiting, seen = [gather], set()
+    while waiting:
+        node = waiting.pop()
+        if is_collective(node) and node is not gather:
+            return False
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return True
 
 
 def sort(graph: Graph, *, late_waits: bool = True) -> None:
@@ -177,12 +122,3 @@ def _after_waits(nodes: list[Node]) -> set[Node]:
         if is_collective(node) or any(user in feeds for user in node.users):
             feeds.add(node)
     return depends - feeds
-
-
-def _nbytes(node: Any) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.element_size()
-
-
-def _dtype(node: Node) -> torch.dtype:
-    return node.meta["val"].dtype

@@ -4,6 +4,7 @@ import torch
 from torch.fx import GraphModule
 
 from keras_spmd.graph import _collectives
+from keras_spmd.graph._buckets import merge_into_buckets
 from keras_spmd.graph._recompute import recompute_cheap_activations
 from keras_spmd.graph._scalars import keep_on_device
 
@@ -14,9 +15,12 @@ def improved(module: GraphModule) -> GraphModule:
     _collectives.merge_duplicates(module.graph)
     module = recompute_cheap_activations(module)
     if _collectives.collectives_of(module):
-        _collectives.merge_into_buckets(module.graph)
+        merge_into_buckets(module.graph)
         # gloo has been seen to corrupt memory with several collectives under way at once.
-        _collectives.sort(module.graph, late_waits=_is_on_gpu(module))
+        late_waits = _is_on_gpu(module)
+        if late_waits:
+            _collectives.prefetch_weights(module.graph)
+        _collectives.sort(module.graph, late_waits=late_waits)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
