@@ -61,13 +61,11 @@ def keras_mlp(**options: Any):
 
 def by_fit(model: keras.Model, batch: tuple):
     """`fit` with its loop, its data and its logs, as a user runs it."""
+    rows = len(batch[0])
 
     def run(steps: int) -> float:
-        def batches():
-            for _ in range(steps):
-                yield batch
-
-        history = model.fit(batches(), steps_per_epoch=steps, epochs=1, verbose=0)
+        x, y = (np.concatenate([a] * steps) for a in batch)
+        history = model.fit(x, y, batch_size=rows, epochs=1, verbose=0)
         return history.history["loss"][-1]
 
     return run

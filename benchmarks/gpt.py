@@ -17,7 +17,7 @@ TENSOR_PARALLEL = {
     ".*up/kernel": (None, "model"),
     ".*up/bias": ("model",),
     ".*down/kernel": ("model", None),
-    "logits/kernel": (None, "model"),
+    ".*logits/kernel": (None, "model"),
 }
 
 

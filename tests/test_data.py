@@ -283,7 +283,7 @@ def test_arrays_are_indexed_by_this_ranks_rows_only():
         read = 0
 
         def __getitem__(self, indices):
-            if isinstance(indices, list):
+            if isinstance(indices, (list, np.ndarray)):
                 Noting.read += len(indices)
             return super().__getitem__(indices)
 

@@ -160,6 +160,32 @@ def graphs(model):
     return [entry for entry in model.train_function.entries.values() if entry.run is not None]
 
 
+@on_ranks(1, 2)
+def test_inputs_in_a_dict_of_any_order():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile):
+        keras.utils.set_random_seed(3)
+        inputs = {
+            "second": keras.Input((6,), name="second"),
+            "first": keras.Input((6,), name="first"),
+        }
+        difference = layers.Dense(4)(inputs["second"]) - inputs["first"][:, :4]
+        model = keras.Model(inputs, {"z": difference, "a": layers.Dense(2)(inputs["first"])})
+        model.compile("sgd", {"z": "mse", "a": "mae"}, jit_compile=jit_compile)
+        data = {"second": X, "first": 2 * X}, {"z": X[:, :4], "a": X[:, :2]}
+        history = model.fit(*data, batch_size=8, epochs=2, verbose=0).history
+        return history, model.predict(data[0], verbose=0)
+
+    expected = run(False)
+    with distribution.DataParallel().scope():
+        got = run(True)
+    for key, values in expected[0].items():
+        np.testing.assert_allclose(got[0][key], values, 1e-5)
+    for key, values in expected[1].items():
+        np.testing.assert_allclose(got[1][key], values, 1e-5, 1e-6)
+
+
 @on_ranks(1)
 def test_without_a_distribution():
     """The same graph, for whoever has one device."""

@@ -14,6 +14,7 @@ from keras_spmd._notices import ShardingWarning as ShardingWarning
 
 if activate():
     from keras_spmd._data import distribute_batch as distribute_batch
+    from keras_spmd._explaining import explain as explain
     from keras_spmd._promotion import convert_tensors_to_dtensor as convert_tensors_to_dtensor
     from keras_spmd._promotion import create_replicate_dtensor as create_replicate_dtensor
     from keras_spmd._promotion import ensure_dtensor as ensure_dtensor
@@ -25,6 +26,7 @@ else:
     from keras_spmd._elsewhere import create_replicate_dtensor as create_replicate_dtensor
     from keras_spmd._elsewhere import distribute_batch as distribute_batch
     from keras_spmd._elsewhere import ensure_dtensor as ensure_dtensor
+    from keras_spmd._elsewhere import explain as explain
     from keras_spmd._elsewhere import get_dtensor_local as get_dtensor_local
     from keras_spmd._elsewhere import get_dtensor_spec as get_dtensor_spec
     from keras_spmd._elsewhere import is_dtensor as is_dtensor

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import optree
 import torch
 from keras.src import tree
 from torch.distributed.tensor import DTensor
@@ -84,6 +85,11 @@ def _wrap_rows(leaf: Any, size: int, distribution: Any) -> Any:
     return _layouts.wrap_local(local, mesh, _batch_placements(shape, distribution), shape)
 
 
+# Whether the step that was made last is a graph. Without a distribution only such steps get their
+# batches from here: they are so fast that Keras's loader would take longer.
+for_graph = False
+
+
 class _RowsOfRank:
     """Which rows of a batch this rank computes. Equal for equal distributions."""
 
@@ -111,7 +117,10 @@ def get_iterator_or(original: Callable) -> Callable:
     def _get_iterator(self: Any) -> Any:
         distribution = _layouts.active_distribution()
         if distribution is None:
-            return original(self)
+            parts = _loaders.parts_of(self.data_adapter, _loaders.all_rows) if for_graph else None
+            if parts is None:
+                return original(self)
+            return one_ahead(part.rows for part in parts)
         batches = _batches(self.data_adapter, distribution, self.steps_per_epoch)
         return one_ahead(batches) if _loaders.can_look_ahead(self.data_adapter) else batches
 
@@ -127,9 +136,12 @@ def _batches(adapter: Any, distribution: Any, steps: int | None) -> Iterable[Any
     if parts is None:
         return _cut_batches(adapter, distribution, alone)
     wrap = functools.partial(_wrap_rows, distribution=distribution)
-    return (
-        tree.map_structure(functools.partial(wrap, size=part.size), part.rows) for part in parts
-    )
+    return (_map(functools.partial(wrap, size=part.size), part.rows) for part in parts)
+
+
+def _map(function: Callable, batch: Any) -> Any:
+    leaves, structure = optree.tree_flatten(batch, namespace="keras")
+    return structure.unflatten([function(leaf) for leaf in leaves])
 
 
 def _cut_batches(adapter: Any, distribution: Any, alone: bool) -> Iterator[Any]:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import optree
 import torch
-from keras.src import tree
 from keras.src.trainers.data_adapters import (
     ArrayDataAdapter,
     GeneratorDataAdapter,
@@ -97,19 +97,39 @@ class _Rows(Dataset):
         return Part(samples, request.size)
 
 
-class _ArrayRows(Dataset):
-    """Keras's arrays, indexed. The rows stay where they are: on the host, or on a device."""
+class _ArrayRows:
+    """Keras's arrays, read batch by batch in the order of its sampler.
 
-    def __init__(self, sliceables: Any) -> None:
-        self.sliceables = sliceables
+    As its DataLoader does it, random draws included, but without the DataLoader: that takes longer
+    than a step of a small model. The rows stay where they are: on the host, or on a device.
+    """
 
-    def __getitems__(self, request: _Request) -> Part:
-        rows = tree.map_structure(
-            lambda s: s.convert_to_torch_compatible(s[request.indices]),
-            self.sliceables,
-            none_is_leaf=False,
-        )
-        return Part(rows, request.size)
+    def __init__(self, adapter: Any, rows_of: RowsOf) -> None:
+        self.loader = adapter.get_torch_dataloader()
+        self.rows_of = rows_of
+        self.arrays, self.structure = optree.tree_flatten(self.loader.dataset.array)
+
+    def __iter__(self) -> Iterator[Part]:
+        # What a DataLoader draws for its workers, at once.
+        torch.empty((), dtype=torch.int64).random_()
+        return self._parts()
+
+    def _parts(self) -> Iterator[Part]:
+        for request in _Requests(self.loader.batch_sampler, self.rows_of):
+            indices = np.asarray(request.indices, dtype=np.int64)
+            rows = [_taken(array, indices) for array in self.arrays]
+            yield Part(self.structure.unflatten(rows), request.size)
+
+
+# Arrays of these are tensors as they are; what else there is, Keras knows how to convert.
+_AS_THEY_ARE = frozenset(np.dtype(name) for name in ("float32", "int32", "int64", "uint8", "bool"))
+
+
+def _taken(array: Any, indices: np.ndarray) -> Any:
+    rows = array[indices]
+    if isinstance(rows, np.ndarray) and rows.dtype in _AS_THEY_ARE:
+        return torch.from_numpy(rows)
+    return array.convert_to_torch_compatible(rows)
 
 
 class _Collate:
@@ -118,10 +138,6 @@ class _Collate:
 
     def __call__(self, part: Part) -> Part:
         return Part(self.collate(part.rows), part.size)
-
-
-def _as_it_is(part: Part) -> Part:
-    return part
 
 
 def _seed_everything(seed: int) -> None:
@@ -144,15 +160,14 @@ def _restored_random_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
+def all_rows(count: int) -> slice:
+    return slice(0, count)
+
+
 def parts_of(adapter: Any, rows_of: RowsOf) -> Iterable[Part] | None:
     """This rank's rows of each batch, read alone; None if the data can't be indexed."""
     if type(adapter) is ArrayDataAdapter:
-        theirs = adapter.get_torch_dataloader()
-        requests: Any = _Requests(theirs.batch_sampler, rows_of)
-        collate: Any = _as_it_is
-        return DataLoader(
-            _ArrayRows(theirs.dataset.array), batch_sampler=requests, collate_fn=collate
-        )
+        return _ArrayRows(adapter, rows_of)
     if type(adapter) is TorchDataLoaderAdapter and _can_be_indexed(adapter._dataloader):
         return _reading_rows(adapter._dataloader, rows_of)
     return None

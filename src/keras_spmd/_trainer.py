@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from keras.src.backend.torch.core import get_device
+
 from keras_spmd import _data, _layouts, _promotion, _random, _transfer, _variables
 
 
@@ -29,6 +31,7 @@ def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
 
 
 def _step_of(model: Any, attribute: str, eager: Callable) -> Callable:
+    _data.for_graph = bool(model.jit_compile)
     if not model.jit_compile:
         return eager
     # Not at the top: it imports Inductor.
@@ -66,12 +69,15 @@ def callback_list_init_or(original: Callable) -> Callable:
     """`CallbackList.__init__`: no callbacks in a thread of their own.
 
     They read logs, which may take a collective, and collectives must come in the same order on
-    every rank.
+    every rank. The logs of a graph are whole: on a GPU a thread may wait for them while the next
+    step is launched, and on a CPU they are there, so that a thread only costs.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if _layouts.active_mesh() is not None:
+        is_graph = bool(getattr(self.model, "jit_compile", False))
+        is_on_gpu = get_device().startswith("cuda")
+        if (is_graph and not is_on_gpu) or (_layouts.active_mesh() is not None and not is_graph):
             self._async_train = self._async_test = self._async_predict = False
 
     return __init__

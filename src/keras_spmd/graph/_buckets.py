@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from keras_spmd._gradients import BUCKET_BYTES
-from keras_spmd.graph._origins import copy_origin, origin_of
+from keras_spmd.graph._origins import copy_origin, layer_of, origin_of
 
 _c10d = torch.ops._c10d_functional
 ALL_REDUCE = _c10d.all_reduce.default
@@ -19,6 +19,14 @@ ALL_GATHER = _c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = _c10d.reduce_scatter_tensor.default
 WAIT = _c10d.wait_tensor.default
 aten = torch.ops.aten
+
+
+_CAUSES = "keras_spmd_causes"
+
+
+def causes_of(node: Node) -> list[str]:
+    """The layers that a collective is there for; several, if it was made of several."""
+    return node.meta.get(_CAUSES) or [layer_of(node)]
 
 
 class _Bucket:
@@ -92,7 +100,9 @@ def _merge(graph: Graph, members: list[Node]) -> None:
     target: Any = first.target
     with graph.inserting_before(first):
         call = Caller(graph, first)
-        done = call(WAIT, call(target, _joined(call, members), *first.args[1:]))
+        merged = call(target, _joined(call, members), *first.args[1:])
+        merged.meta[_CAUSES] = [cause for member in members for cause in causes_of(member)]
+        done = call(WAIT, merged)
         pieces = _parted(call, done, members)
     for member, piece in zip(members, pieces, strict=True):
         for wait in list(member.users):

@@ -7,12 +7,13 @@ DTensors, and each variable that is trained is a fresh leaf, so that `loss.backw
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import optree
 import torch
-from keras.src import tree
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -62,13 +63,14 @@ class Captured:
     slots: list[Slot]
     structure: Any
     specs: list[DTensorSpec | None]
+    fallbacks: Counter
 
     def state(self) -> list[torch.Tensor]:
         return [slot.local for slot in self.slots]
 
     def results(self, outputs: Sequence[torch.Tensor]) -> Any:
         flat = [_wrapped(output, spec) for output, spec in zip(outputs, self.specs, strict=True)]
-        return tree.pack_sequence_as(self.structure, flat)
+        return self.structure.unflatten(flat)
 
 
 def slots_of(model: Any, variables: Sequence[Any]) -> list[Slot]:
@@ -89,32 +91,39 @@ def slots_of(model: Any, variables: Sequence[Any]) -> list[Slot]:
 
 
 def capture(
-    step: Callable, slots: list[Slot], data: Any, *, gather_results: bool, with_grad: bool
+    step: Callable,
+    slots: list[Slot],
+    leaves: list[torch.Tensor],
+    structure: Any,
+    *,
+    gather_results: bool,
+    with_grad: bool,
 ) -> Captured:
     """Trace `step(data)`.
 
     Args:
         step: What is traced; a method of the model.
         slots: The state that it touches. Others that turn up are added, and it is traced again.
-        data: Its batch: tensors, DTensors and None.
+        leaves: The tensors and DTensors of its batch.
+        structure: What they are leaves of.
         gather_results: Whether results are made whole in the graph (logs), or stay sharded.
         with_grad: Whether the step needs autograd.
     """
     table = {**decompositions(), **_DECOMPOSITIONS}
     for _ in range(10):
-        tracer = _Tracer(step, slots, data, gather_results, with_grad)
-        leaves = [local_of(leaf) for leaf in tree.flatten(data) if leaf is not None]
+        tracer = _Tracer(step, slots, leaves, structure, gather_results, with_grad)
+        local_leaves = [local_of(leaf) for leaf in leaves]
         with torch.autograd.set_multithreading_enabled(False), _quiet():
             trace = make_fx(tracer, table, tracing_mode="fake", _allow_non_fake_inputs=True)
-            module = trace([slot.local for slot in slots], leaves)
+            module = trace([slot.local for slot in slots], local_leaves)
         if not tracer.undeclared:
             break
         slots = [*slots, *(Slot(v._value, v) for v in tracer.undeclared)]
     else:
         raise CannotCapture("it touches other variables at each run")
     _write_state_in_place(module.graph, len(slots), len(tracer.specs))
-    module = make_functional(module, [*(slot.local for slot in slots), *leaves])
-    return Captured(module, slots, tracer.structure, tracer.specs)
+    module = make_functional(module, [*(slot.local for slot in slots), *local_leaves])
+    return Captured(module, slots, tracer.structure, tracer.specs, tracer.fallbacks)
 
 
 def _convolution_backward(
@@ -157,11 +166,20 @@ class _Tracer:
     """The function that is traced: local tensors in, local tensors out."""
 
     def __init__(
-        self, step: Callable, slots: list[Slot], data: Any, gather_results: bool, with_grad: bool
+        self,
+        step: Callable,
+        slots: list[Slot],
+        leaves: list[torch.Tensor],
+        structure: Any,
+        gather_results: bool,
+        with_grad: bool,
     ) -> None:
-        self.step, self.slots, self.data = step, slots, data
+        self.step, self.slots = step, slots
+        self.specs_of_leaves = [getattr(leaf, "_spec", None) for leaf in leaves]
+        self.structure_of_data = structure
         self.gather_results, self.with_grad = gather_results, with_grad
         self.undeclared: list[Any] = []
+        self.fallbacks: Counter = Counter()
         self.structure: Any = None
         self.specs: list[DTensorSpec | None] = []
 
@@ -182,7 +200,7 @@ class _Tracer:
                 new = [
                     self._new_value(scope, s, v) for s, v in zip(self.slots, values, strict=True)
                 ]
-            self.undeclared = scope.undeclared
+            self.undeclared, self.fallbacks = scope.undeclared, scope.fallbacks
             return self._outputs(results), new
 
     def _leaf(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
@@ -190,11 +208,8 @@ class _Tracer:
         return value.detach().requires_grad_() if slot.is_trained and self.with_grad else value
 
     def _data(self, leaves: list[torch.Tensor]) -> Any:
-        given, flat = iter(leaves), []
-        for leaf in tree.flatten(self.data):
-            local = None if leaf is None else next(given)
-            flat.append(_wrapped(local, getattr(leaf, "_spec", None)))
-        return tree.pack_sequence_as(self.data, flat)
+        pairs = zip(leaves, self.specs_of_leaves, strict=True)
+        return self.structure_of_data.unflatten([_wrapped(leaf, spec) for leaf, spec in pairs])
 
     def _new_value(self, scope: CaptureScope, slot: Slot, value: torch.Tensor) -> Any:
         if slot.variable is not None:
@@ -211,9 +226,10 @@ class _Tracer:
         return local_of(new.detach()).to(value.dtype)
 
     def _outputs(self, results: Any) -> list[torch.Tensor]:
-        self.structure, outputs, self.specs = results, [], []
+        outputs, self.specs = [], []
         result: Any
-        for result in tree.flatten(results):
+        leaves, self.structure = optree.tree_flatten(results, namespace="keras")
+        for result in leaves:
             if not isinstance(result, torch.Tensor):
                 raise CannotCapture(
                     f"it returns {result!r} of type {type(result).__name__}, which is computed on "
@@ -224,7 +240,6 @@ class _Tracer:
                 result = result.full_tensor()
             self.specs.append(result._spec if is_dtensor(result) else None)
             outputs.append(local_of(result))
-        self.structure = tree.map_structure(lambda _: 0, results)
         return outputs
 
 

@@ -28,6 +28,21 @@ def origin_of(node: Node) -> Origin:
     return node.meta.get(_KEY, Origin())
 
 
+def layer_of(node: Node) -> str:
+    """The layer that a node belongs to. A gradient's is the one that it was computed in."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop(0)
+        origin = origin_of(current)
+        if origin.layer and origin.phase != "update":
+            return origin.layer
+        for x in current.all_input_nodes:
+            if x not in seen and x.op != "placeholder":
+                seen.add(x)
+                waiting.append(x)
+    return origin_of(node).layer or "the step itself"
+
+
 def copy_origin(source: Node, node: Node) -> None:
     node.meta[_KEY] = origin_of(source)
 

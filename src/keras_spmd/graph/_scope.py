@@ -5,6 +5,7 @@ variables that nobody declared, so that no value is frozen into the graph.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ class CaptureScope(StatelessScope):
         self.undeclared: list[Any] = []
         self.trained: set[int] = set()
         self.origins = Origins()
+        self.fallbacks: Counter = Counter()
 
     def declare(self, variable: Any, value: torch.Tensor) -> None:
         self.state_mapping[id(variable)] = value
@@ -72,6 +74,7 @@ class _Branch(CaptureScope):
         self.undeclared = outer.undeclared
         self.trained = outer.trained
         self.origins = outer.origins
+        self.fallbacks = outer.fallbacks
         self.copies: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def get_current_value(self, variable: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import optree
 import torch
+from keras.src import tree
 from keras.src.backend import config as keras_config
 from keras.src.backend.common import global_state
 
@@ -85,7 +86,8 @@ class Step:
     def __init__(self, model: Any, kind: str, eager: Callable) -> None:
         self.model, self.kind, self.eager = model, kind, eager
         self.entries: dict[tuple, Entry] = {}
-        self.reason: str | None = None  # why it runs eagerly from now on
+        self.is_given_up = False
+        self.reason: str | None = None  # why it runs eagerly, or did for some batch
         self.failures = 0
         self.is_first = True
 
@@ -93,11 +95,11 @@ class Step:
         batch = _data.distribute_batch(data[0])
         leaves, structure = optree.tree_flatten(batch, namespace="keras")
         leaves = [_on_device(leaf) for leaf in leaves]
-        if self.reason is not None or not all(isinstance(x, torch.Tensor) for x in leaves):
-            return self.eager([batch])
+        if self.is_given_up or not all(isinstance(x, torch.Tensor) for x in leaves):
+            return self._eagerly(batch)
         entry = self._entry(leaves, structure)
         if entry is None or (entry.run is None and not self._prepare(entry, leaves, structure)):
-            return self.eager([structure.unflatten(leaves)])
+            return self._eagerly(structure.unflatten(leaves))
         if not entry.is_up_to_date():
             self.entries = {key: e for key, e in self.entries.items() if e is not entry}
             self.entries[object(),] = Entry()  # it counts as one more
@@ -106,6 +108,13 @@ class Step:
             outputs = entry.run([*entry.state, *map(local_of, leaves)])  # type: ignore[misc]
         _transfer.read_ahead()
         return entry.captured.results(outputs)  # type: ignore[union-attr]
+
+    def _eagerly(self, batch: Any) -> Any:
+        """The step itself; its logs are whole, as a graph's are."""
+        results = self.eager([batch])
+        if self.kind == "predict":
+            return results
+        return tree.map_structure(lambda x: x.full_tensor() if is_dtensor(x) else x, results)
 
     def _entry(self, leaves: list, structure: Any) -> Entry | None:
         key = (
@@ -136,7 +145,7 @@ class Step:
             if changing
             else "an attribute of the model or of a layer"
         )
-        self.reason = f"{what} keeps changing"
+        self.is_given_up, self.reason = True, f"{what} keeps changing"
         warn_once(
             ("captures", id(self)),
             f"The {self.kind} step of '{self.model.name}' was captured "
@@ -157,7 +166,7 @@ class Step:
         captured: Captured | None = None
         error: Exception | None = None
         try:
-            captured = self._capture(structure.unflatten(leaves))
+            captured = self._capture(leaves, structure)
             changed = _attributes.difference(before, _attributes.snapshot(self.model))
             if changed:
                 raise _reasons.python_state(changed)
@@ -189,7 +198,7 @@ class Step:
         entry.seconds["compile"] = time.perf_counter() - start
         return True
 
-    def _capture(self, batch: Any) -> Captured:
+    def _capture(self, leaves: list, structure: Any) -> Captured:
         step = getattr(self.model, f"{self.kind}_step")
         variables = [*self.model.variables, *self.model.metrics_variables]
         # A model that only predicts may never have been compiled.
@@ -199,19 +208,19 @@ class Step:
         generator = global_state.get_global_attribute("global_seed_generator")
         if generator is not None:
             variables.append(generator.state)
-        with _random.layouts_at_hand(batch):
+        with _random.layouts_at_hand(leaves):
             return capture(
                 step,
                 slots_of(self.model, variables),
-                batch,
+                leaves,
+                structure,
                 gather_results=self.kind != "predict",
                 with_grad=self.kind == "train",
             )
 
     def _say_why(self, error: Exception | None, is_final: bool) -> None:
         reason = "another rank could not capture it" if error is None else _reasons.describe(error)
-        if is_final:
-            self.reason = reason
+        self.is_given_up, self.reason = is_final, reason
         message = (
             f"The {self.kind} step of '{self.model.name}' runs eagerly, because {reason}. "
             "The results are the same."

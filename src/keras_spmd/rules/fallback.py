@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keras_spmd import _settings
+from keras_spmd._capturing import here
 from keras_spmd._notices import warn_once, where
 from keras_spmd.rules._specs import (
     is_replicated,
@@ -47,6 +48,8 @@ def run_replicated(
                 overwrite(x, whole[id(x)])
             write_through(x)
         returned[id(whole.get(id(x), x))] = x
+    if gathered and here.scope is not None:
+        here.scope.fallbacks[str(op), here.scope.origins.here.layer, gathered] += 1
     if gathered:
         warn_once(("replicated", str(op), where()), _message(op, inputs, gathered))
     return tree_map(lambda r: returned[id(r)] if id(r) in returned else _wrap(r, mesh), results)

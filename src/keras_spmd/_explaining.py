@@ -1,0 +1,30 @@
+"""The public name of `graph._explain`, which imports the compiler."""
+
+import os
+from typing import Any
+
+
+def explain(model: Any, graph_file: str | os.PathLike | None = None) -> list[Any]:
+    """Say what the compiled steps of a model do: ops, communication, memory, time.
+
+    Call it after a step has run, on all ranks; the first one prints.
+
+    Example:
+
+    >>> model.compile("adamw", "mse", jit_compile=True)
+    >>> model.fit(x, y, batch_size=64)
+    >>> keras_spmd.explain(model)
+    >>> keras_spmd.explain(model, graph_file="step.txt")
+
+    Args:
+        model: A model that was compiled with `jit_compile=True`.
+        graph_file: Where to write the graphs as text, if at all: a line for each op, with its
+            shape, its layer, and whether it belongs to the forward pass, the backward pass or the
+            update.
+
+    Returns:
+        The same as numbers: a `StepReport` for each step that has run.
+    """
+    from keras_spmd.graph import _explain
+
+    return _explain.explain(model, graph_file)
