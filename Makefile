@@ -10,13 +10,21 @@ export KERAS_BACKEND := torch
 KERAS_VENV  := .venv-keras
 KERAS_READY := $(KERAS_VENV)/.ready
 
-.PHONY: demo test lint keras-tests format clean
+.PHONY: demo test test-all bench lint keras-tests format clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/torchrun --nproc-per-node 2 examples/demo.py
 
 test: lint keras-tests
 	$(RUN)/python -m pytest
+
+# Also what takes long: every optimizer, data and callback with jit_compile=True on 1, 2 and 4 ranks.
+test-all: lint keras-tests
+	$(RUN)/python -m pytest -m ""
+
+# Steps against rivals on two CPU ranks; wants a quiet machine, and takes ten minutes.
+bench: $(READY) $(KERAS_READY)
+	$(RUN)/python benchmarks/cpu.py
 
 keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py

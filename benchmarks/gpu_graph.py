@@ -62,8 +62,11 @@ def measure(label: str, make, size: dict, steps: int = 30) -> None:
     step(x, y)
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    for _ in range(5):
+    first_peak = torch.cuda.max_memory_allocated() / 2**30
+    for _ in range(8):
         loss = step(x, y)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -78,7 +81,8 @@ def measure(label: str, make, size: dict, steps: int = 30) -> None:
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(
         f"{label}: {min(times) * 1e3:.2f} ms/step, {tokens / min(times):,.0f} tokens/s, peak "
-        f"{peak:.2f} GiB, first step {first:.1f} s, loss {float(loss):.4f}",
+        f"{peak:.2f} GiB ({first_peak:.2f} in the first step, which takes {first:.1f} s), loss "
+        f"{float(loss):.4f}",
         flush=True,
     )
 

@@ -96,6 +96,16 @@ def test_duplicates_are_merged():
     assert small.names() == ["all_reduce", "wait_tensor", "add"]
 
 
+def test_duplicates_of_a_padded_shard_are_merged():
+    """A rank with a longer shard doesn't pad, and merges them too."""
+    small = Small()
+    x = small.input(3)
+    gathers = [small.all_gather(small.call(aten.constant_pad_nd.default, x, [0, 1])) for _ in "ab"]
+    small.finish(small.call(aten.add.Tensor, *gathers))
+    passes.merge_duplicates(small.graph)
+    assert Counter(small.names())["all_gather_into_tensor"] == 1
+
+
 def test_independent_sums_travel_together():
     inputs = [torch.randn(3, 2), torch.randn(5), torch.randn(())]
     small = Small()

@@ -1,5 +1,6 @@
 """`jit_compile=True`: the step as one graph gives what the eager step gives, freezing nothing."""
 
+import contextlib
 import inspect
 import os
 import warnings
@@ -19,6 +20,7 @@ import test_step
 import test_training
 from bench import on_ranks, same_on_ranks
 from jit import captured
+from keras_spmd.graph._origins import origin_of
 from meshes import grid, model_parallel, whole
 
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
@@ -284,6 +286,204 @@ def test_shapes_that_keep_changing():
         with pytest.warns(keras_spmd.ShardingWarning, match="input 0, whose shape is"):
             model.train_on_batch(X[:14], Y[:14])
         model.train_on_batch(X[:16], Y[:16])
+
+
+class Halving(layers.Layer):
+    """Halves its input until it is small enough, ten times at most."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        def halve(y):
+            self.count.assign(self.count + 1)
+            return y / 2
+
+        return ops.while_loop(lambda y: ops.max(ops.abs(y)) > 0.5, halve, x, maximum_iterations=10)
+
+
+class Counted(layers.Layer):
+    """Loops whose ends are known."""
+
+    def call(self, x):
+        _, x = ops.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.9), (0, x))
+        x = ops.fori_loop(0, 2, lambda i, y: y + 0.1 * i, x)
+        total, each = ops.scan(
+            lambda carry, row: (carry + row, carry * 0.5), x[:, 0] * 0, ops.transpose(x)
+        )
+        return x + total[:, None] + ops.transpose(each)
+
+
+class Conditional(layers.Layer):
+    """Both ways, with a variable that only one of them writes."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        def positive():
+            self.seen.assign(self.seen + 1)
+            return x * 2
+
+        return ops.cond(ops.sum(x) > 0, positive, lambda: -x)
+
+
+@pytest.mark.parametrize("layer", [Halving, Counted, Conditional])
+@on_ranks(1, 2, 4)
+def test_control_flow(layer):
+    """Captured without reading a value, with gradients and with variables that it writes."""
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile):
+        keras.utils.set_random_seed(3)
+        model = make(layers.Dense(6), layer(), jit_compile=jit_compile)
+        history = model.fit(X[:16], Y[:16], batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return history.history["loss"], [whole(v) for v in model.variables], model
+
+    expected = run(False)
+    with distribution.DataParallel().scope():
+        got = run(True)
+        assert len(graphs(got[2])) == 1
+    np.testing.assert_allclose(got[0], expected[0], 1e-5)
+    for a, b in zip(got[1], expected[1], strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["full", "activations"])
+@on_ranks(1, 2)
+def test_rematerialized_layers_are_computed_again_in_the_backward_pass(mode):
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile, scope):
+        keras.utils.set_random_seed(3)
+        with scope:
+            middle = [layers.Dense(16, activation="gelu") for _ in range(3)]
+            model = make(*middle, jit_compile=jit_compile)
+            losses = [model.train_on_batch(X, Y) for _ in range(3)]
+        return losses, model
+
+    def products(model):
+        """Matrix products that the backward pass makes."""
+        (entry,) = graphs(model)
+        nodes = entry.captured.module.graph.nodes
+        return sum("mm" in str(n.target) for n in nodes if origin_of(n).phase == "backward")
+
+    expected, _ = run(False, contextlib.nullcontext())
+    with distribution.DataParallel().scope():
+        got, model = run(True, keras.RematScope(mode=mode))
+        plain, without = run(True, contextlib.nullcontext())
+    np.testing.assert_allclose(got, expected, 1e-5)
+    np.testing.assert_allclose(plain, expected, 1e-5)
+    if mode == "full":
+        assert products(model) > products(without)
+
+
+@on_ranks(1, 2, 4)
+def test_cheap_activations_are_computed_again():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile):
+        keras.utils.set_random_seed(3)
+        waves = [layers.Lambda(lambda x: ops.sin(x) * ops.cos(x)) for _ in range(4)]
+        model = make(layers.Dense(32), *waves, jit_compile=jit_compile)
+        model.compile("adam", model.loss, metrics=["accuracy"], jit_compile=jit_compile)
+        losses = [model.train_on_batch(X[:16], Y[:16]) for _ in range(4)]
+        return losses, model
+
+    def kept(model):
+        (report,) = keras_spmd.explain(model)
+        return report.graphs[0].kept_bytes
+
+    expected, _ = run(False)
+    with distribution.DataParallel().scope():
+        os.environ["KERAS_SPMD_RECOMPUTE"] = "0"
+        losses, keeping = run(True)
+        np.testing.assert_allclose(losses, expected, 1e-5)
+        os.environ["KERAS_SPMD_RECOMPUTE"] = "1"
+        losses, recomputing = run(True)
+        np.testing.assert_allclose(losses, expected, 1e-5)
+        assert kept(recomputing) < kept(keeping)
+
+
+@pytest.mark.parametrize("name", ["own_steps", "torch_modules"])
+@on_ranks(2, timeout=240)
+def test_steps_with_recomputed_activations(name):
+    os.environ["KERAS_SPMD_RECOMPUTE"] = "1"
+    with captured():
+        test_step.test_steps.body(name)
+
+
+class Listed(layers.Layer):
+    """Has numbers in containers, and an array, that somebody else changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = [1.0, 2.0]
+        self.settings = {"shift": 0.0}
+        self.factor = np.float32(1.0)
+
+    def call(self, x):
+        return x * self.scales[0] * self.factor + self.settings["shift"]
+
+
+@on_ranks(1, 2)
+def test_numbers_in_containers_that_are_changed_between_steps_are_seen():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    def run(jit_compile):
+        model = make(Listed(), jit_compile=jit_compile)
+        layer, losses = model.layers[0], []
+        for change in (
+            lambda: None,
+            lambda: layer.scales.__setitem__(0, 3.0),
+            lambda: layer.settings.update({"shift": 0.5}),
+            lambda: setattr(layer, "factor", np.float32(2.0)),
+        ):
+            change()
+            losses.append(model.train_on_batch(X, Y))
+        return losses
+
+    expected = run(False)
+    with distribution.DataParallel().scope():
+        np.testing.assert_allclose(run(True), expected, 1e-5)
+
+
+@on_ranks(1, 2)
+def test_a_tensor_that_a_step_leaves_behind():
+    """A tensor of the trace is none that anybody could use."""
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    class Leaving(layers.Layer):
+        def call(self, x):
+            self.last = x
+            return x
+
+    with distribution.DataParallel().scope():
+        model = make(Leaving())
+        with pytest.warns(keras_spmd.ShardingWarning, match="stores a tensor in `last`"):
+            model.train_on_batch(X, Y)
+        model.train_on_batch(X, Y)
+        assert np.isfinite(whole(model.layers[0].last)).all()
+
+
+@on_ranks(1, 2)
+def test_checking_finds_a_number_that_nobody_could_see():
+    """Such as a global one: the step is captured again before each run, and compared."""
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    somewhere = {"scale": 1.0}
+
+    class Hidden(layers.Layer):
+        def call(self, x):
+            return x * somewhere["scale"]
+
+    with distribution.DataParallel().scope():
+        model = make(Hidden())
+        model.train_on_batch(X, Y)
+        os.environ["KERAS_SPMD_CHECK"] = "1"
+        model.train_on_batch(X, Y)
+        somewhere["scale"] = 2.0
+        with pytest.raises(RuntimeError, match=r"KERAS_SPMD_CHECK: .* is another graph now"):
+            model.train_on_batch(X, Y)
 
 
 @on_ranks(2)

@@ -204,6 +204,25 @@ def test_a_sharded_vocabulary_is_never_gathered(dtype):
                     )
 
 
+@pytest.mark.parametrize("from_logits", [True, False])
+@on_ranks(1, 2, 4)
+def test_classes_of_sequences_stay_where_they_are(from_logits):
+    """Also for a batch that doesn't divide evenly, and for classes that are not last."""
+    rng = np.random.default_rng(6)
+    loss = partial(keras.ops.sparse_categorical_crossentropy, from_logits=from_logits)
+    for rows in (8, 7):
+        scores = rng.uniform(0.1, 1.0, size=(rows, 3, 5)).astype("float32")
+        target = rng.integers(0, 5, (rows, 3))
+        for axis in (-1, 1):
+            given = np.moveaxis(scores, -1, axis)
+            expected = whole(loss(torch.tensor(target), torch.tensor(given), axis=axis))
+            with distribution.DataParallel().scope():
+                y, x = keras_spmd.distribute_batch((target, given))
+                got = loss(y, x, axis=axis)
+                assert tuple(got.shape) == (rows, 3)
+                np.testing.assert_allclose(whole(got), expected, 1e-5, 1e-6)
+
+
 def cases(make, data):
     """Every reduction with and without weights and a mask, each with other placements."""
     whole_loss = make(reduction="none")(torch.tensor(data[0]), torch.tensor(data[1]))

@@ -36,6 +36,7 @@ def patches() -> list[Patch]:
     """The table."""
     from keras_spmd import (
         _coverage,
+        _cross_entropy,
         _data,
         _files,
         _initial_values,
@@ -52,7 +53,7 @@ def patches() -> list[Patch]:
         _variables,
         distribution_lib,
     )
-    from keras_spmd.graph import _attributes, _scope
+    from keras_spmd.graph import _attributes, _control_flow
     from keras_spmd.rules import decisions, writing
 
     def use(value: Any) -> Callable[[Any], Any]:
@@ -327,9 +328,29 @@ def patches() -> list[Patch]:
         Patch(
             torch_core,
             "cond",
-            _scope.cond_or,
+            _control_flow.cond_or,
             "reads its predicate on the host, which a graph can't",
             everywhere=True,
+        ),
+        Patch(
+            torch_core,
+            "scatter",
+            _control_flow.scatter_or,
+            "loops over its indices on the host, which a graph can't",
+            everywhere=True,
+        ),
+        Patch(
+            torch_core,
+            "while_loop",
+            _control_flow.while_loop_or,
+            "reads its predicate on the host, which a graph can't",
+            everywhere=True,
+        ),
+        Patch(
+            "keras.src.backend.torch.nn",
+            "sparse_categorical_crossentropy",
+            _cross_entropy.sparse_categorical_crossentropy_or,
+            "transposes the scores, the largest tensor of a language model",
         ),
         *[
             Patch(

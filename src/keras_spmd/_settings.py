@@ -52,6 +52,16 @@ def cuda_graphs() -> bool | None:
     return _flag("KERAS_SPMD_CUDA_GRAPHS") if "KERAS_SPMD_CUDA_GRAPHS" in os.environ else None
 
 
+def keep_memory() -> bool:
+    """`KERAS_SPMD_KEEP_MEMORY=0`: compiled CPU steps give freed memory back to the system."""
+    return os.environ.get("KERAS_SPMD_KEEP_MEMORY", "1") != "0"
+
+
+def recompute(*, default: bool) -> bool:
+    """`KERAS_SPMD_RECOMPUTE`: 1 or 0; without it, where memory is scarcer than time."""
+    return _flag("KERAS_SPMD_RECOMPUTE") if "KERAS_SPMD_RECOMPUTE" in os.environ else default
+
+
 def compiler() -> str:
     """What makes code of a captured step: "inductor", or "none" to run the graph as it is."""
     return os.environ.get("KERAS_SPMD_COMPILER", "inductor")

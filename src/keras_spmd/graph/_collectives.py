@@ -5,6 +5,7 @@ may be moved as their inputs allow, and two collectives of one tensor are one.
 """
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,21 @@ from torch.fx import Graph, GraphModule, Node
 
 from keras_spmd.graph._buckets import ALL_GATHER, WAIT
 from keras_spmd.graph._origins import origin_of
+
+aten = torch.ops.aten
+_MOVES = frozenset(
+    [
+        aten.constant_pad_nd.default,
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+        aten.clone.default,
+        aten.cat.default,
+    ]
+)
 
 
 def is_collective(node: Node) -> bool:
@@ -38,7 +54,7 @@ def merge_duplicates(graph: Graph) -> None:
     for node in list(graph.nodes):
         if is_collective(node):
             phase = origin_of(node).phase if node.target is ALL_GATHER else None
-            first = seen.setdefault((node.target, phase, repr(node.args)), node)
+            first = seen.setdefault((node.target, phase, _expression(node.args)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
@@ -48,6 +64,20 @@ def merge_duplicates(graph: Graph) -> None:
         for other in waits[1:]:
             other.replace_all_uses_with(waits[0])
             graph.erase_node(other)
+
+
+def _expression(x: Any) -> Any:
+    """What is the same for the same values, also if a rank with a shorter shard padded them twice.
+
+    Ranks must merge the same collectives, so it sees through what moves data only.
+    """
+    if isinstance(x, Node):
+        if x.target in _MOVES:
+            return (x.target, _expression(x.args), _expression(tuple(x.kwargs.items())))
+        return x
+    if isinstance(x, (list, tuple)):
+        return tuple(_expression(item) for item in x)
+    return x
 
 
 def prefetch_weights(graph: Graph) -> None:

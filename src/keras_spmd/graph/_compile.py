@@ -1,5 +1,8 @@
 """A captured graph as compiled code."""
 
+import contextlib
+import ctypes
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,8 @@ from torch.fx import GraphModule
 from keras_spmd import _settings
 from keras_spmd._notices import warn_once
 
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST = -1, -3, 2**30
 # Raw random ops of torch draw what they draw in an eager step.
 _OPTIONS = {"fallback_random": True}
 
@@ -42,7 +47,22 @@ def compile_graph(module: GraphModule) -> Callable:
         return lambda args: module(*args)
 
 
+@functools.cache
+def _keep_memory() -> None:
+    """Let the C library keep what a step frees for the next step, instead of giving it back.
+
+    A CPU step allocates large tensors over and over, and each time the system would have to hand
+    out their pages anew. Other C libraries than glibc have no such switch.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+
+
 def _inductor(module: GraphModule) -> Callable:
+    if _settings.keep_memory():
+        _keep_memory()
     with torch.no_grad(), warnings.catch_warnings():
         # Inductor warns of its own use of torch.
         warnings.simplefilter("ignore")

@@ -41,7 +41,8 @@ class Replayed:
 
     def __call__(self, args: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self.graph is not None:
-            torch._foreach_copy_(self.inputs, args[self.state_count :])
+            if self.inputs:
+                torch._foreach_copy_(self.inputs, args[self.state_count :])
             self.graph.replay()
             return [output.clone() for output in self.outputs]
         self.calls += 1

@@ -3,8 +3,10 @@
 import torch
 from torch.fx import GraphModule
 
+from keras_spmd import _settings
 from keras_spmd.graph import _collectives
 from keras_spmd.graph._buckets import merge_into_buckets
+from keras_spmd.graph._products import use_onednn
 from keras_spmd.graph._recompute import recompute_cheap_activations
 from keras_spmd.graph._scalars import keep_on_device
 
@@ -13,14 +15,17 @@ def improved(module: GraphModule) -> GraphModule:
     """A graph that computes the same with less: reads of values, memory, communication."""
     keep_on_device(module)
     _collectives.merge_duplicates(module.graph)
-    module = recompute_cheap_activations(module)
+    is_on_gpu = _is_on_gpu(module)
+    if _settings.recompute(default=is_on_gpu):
+        module = recompute_cheap_activations(module)
+    if not is_on_gpu and _settings.compiler() != "none":
+        use_onednn(module)
     if _collectives.collectives_of(module):
         merge_into_buckets(module.graph)
         # gloo has been seen to corrupt memory with several collectives under way at once.
-        late_waits = _is_on_gpu(module)
-        if late_waits:
+        if is_on_gpu:
             _collectives.prefetch_weights(module.graph)
-        _collectives.sort(module.graph, late_waits=late_waits)
+        _collectives.sort(module.graph, late_waits=is_on_gpu)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module

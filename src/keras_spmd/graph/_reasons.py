@@ -12,9 +12,7 @@ _LIBRARIES = ("keras", "torch", "keras_spmd", "optree")
 
 
 def python_state(changed: list[str]) -> CannotCapture:
-    return CannotCapture(
-        f"it changes {changed[0]}, which a graph would freeze; make it a keras.Variable"
-    )
+    return CannotCapture(f"it {changed[0]}")
 
 
 def describe(error: Exception) -> str:
@@ -38,6 +36,7 @@ def _place(trace: TracebackType | None) -> str:
         (frame, line)
         for frame, line in frames
         if frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES
+        and not frame.f_code.co_filename.startswith("<")
     ]
     keras = [f for f in frames if f[0].f_globals.get("__name__", "").startswith("keras.src")]
     for candidates in (own, keras, frames):

@@ -6,11 +6,10 @@ variables that nobody declared, so that no value is frozen into the graph.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from keras.src import tree
 from keras.src.backend.common.stateless_scope import StatelessScope
 from torch.distributed.tensor import DTensor
 
@@ -64,7 +63,7 @@ class CaptureScope(StatelessScope):
         super().__exit__(*args, **kwargs)
 
 
-class _Branch(CaptureScope):
+class Branch(CaptureScope):
     """One branch of a condition: it sees copies of the state, and what it writes stays here."""
 
     def __init__(self, outer: CaptureScope) -> None:
@@ -111,40 +110,6 @@ class _Branch(CaptureScope):
 
 def _version(x: torch.Tensor) -> int:
     return max(x._version, x._local_tensor._version) if isinstance(x, DTensor) else x._version
-
-
-def cond_or(original: Callable) -> Callable:
-    """`ops.cond` while a step is captured: both branches, and a selection of what they wrote.
-
-    The predicate's value is not known then, and reading it would stop the host at each step.
-    """
-
-    def cond(pred: Any, true_fn: Callable, false_fn: Callable) -> Any:
-        scope = here.scope
-        if scope is None or not isinstance(pred, torch.Tensor) or pred.is_meta:
-            return original(pred, true_fn, false_fn)
-        branches, outputs = [], []
-        for function in (true_fn, false_fn):
-            branch = _Branch(scope)
-            with branch:
-                outputs.append(function())
-            branches.append(branch.written())
-        pred = pred.reshape(()).bool()
-        for key in {**branches[0], **branches[1]}:
-            variable = (branches[0].get(key) or branches[1][key])[0]
-            before = scope.get_current_value(variable)
-            values = [written[key][1] if key in written else before for written in branches]
-            scope.add_update((variable, torch.where(pred, *values)))
-        return tree.map_structure(lambda a, b: _select(pred, a, b), *outputs)
-
-    cond.__doc__ = original.__doc__
-    return cond
-
-
-def _select(pred: torch.Tensor, a: Any, b: Any) -> Any:
-    if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and a == b:
-        return a
-    return torch.where(pred, a, b)
 
 
 @contextlib.contextmanager

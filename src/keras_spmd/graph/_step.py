@@ -36,6 +36,7 @@ class Entry:
         self.state: list[torch.Tensor] = []
         self.values: list[tuple[int, Any, torch.Tensor]] = []
         self.seconds = {"capture": 0.0, "compile": 0.0}
+        self.text: str | None = None  # the graph as captured, where it is checked
 
     def is_up_to_date(self) -> bool:
         """Whether its variables lie as they did; other tensors of the same kind are taken over."""
@@ -104,6 +105,8 @@ class Step:
             self.entries = {key: e for key, e in self.entries.items() if e is not entry}
             self.entries[object(),] = Entry()  # it counts as one more
             return self(data)
+        if _settings.check():
+            self._assert_nothing_frozen(entry, leaves, structure)
         with torch.no_grad():
             outputs = entry.run([*entry.state, *map(local_of, leaves)])  # type: ignore[misc]
         _transfer.read_ahead()
@@ -180,7 +183,7 @@ class Step:
             ops += [op for op in signature_of(captured.module) if len(op) > 1]
         verdict = agree(_verdict(error), ops)
         if verdict is not Verdict.CAPTURED or captured is None:
-            _attributes.restore(before)
+            _attributes.restore(self.model, before)
             self.failures += 1
             # The first step may make what later ones only use, an optimizer's state, say.
             if self.failures > 1 or verdict is Verdict.NEVER:
@@ -197,6 +200,20 @@ class Step:
         entry.use(captured, run)
         entry.seconds["compile"] = time.perf_counter() - start
         return True
+
+    def _assert_nothing_frozen(self, entry: Entry, leaves: list, structure: Any) -> None:
+        """With `KERAS_SPMD_CHECK=1`: raise if the step would be captured differently by now."""
+        text = str(self._capture(leaves, structure).module.graph)
+        if entry.text is not None and entry.text != text:
+            pairs = zip(entry.text.splitlines(), text.splitlines(), strict=False)
+            first = next(((a, b) for a, b in pairs if a != b), ("the end", "the end"))
+            raise RuntimeError(
+                f"KERAS_SPMD_CHECK: the {self.kind} step of '{self.model.name}' is another graph "
+                f"now: '{first[0].strip()}' would be '{first[1].strip()}'. It depends on something "
+                "that changes between steps and that can't be seen, such as a global variable. "
+                "Make that a keras.Variable, or an attribute of a layer."
+            )
+        entry.text = text
 
     def _capture(self, leaves: list, structure: Any) -> Captured:
         step = getattr(self.model, f"{self.kind}_step")
