@@ -237,12 +237,6 @@ def kinds(nodes):
     return Counter(str(node.target).split(".")[1] for node in nodes)
 
 
-def count(blocks):
-    """The collectives of a training step, by kind, and the bytes of its gradients."""
-    nodes, sizes = collectives_and_sizes(blocks)
-    return kinds(nodes), sizes["sharded"] + sizes["whole"]
-
-
 def _nbytes(node):
     value = node.meta["val"]
     return value.numel() * value.element_size()
@@ -252,9 +246,11 @@ def _nbytes(node):
 def test_data_parallel_needs_one_collective_for_each_bucket():
     with distribution.DataParallel().scope():
         for blocks in (1, 3):
-            counts, nbytes = count(blocks)
-            assert set(counts) == {"all_reduce"}
-            assert counts["all_reduce"] <= math.ceil(nbytes / BUCKET_BYTES) + 1
+            nodes, sizes = collectives_and_sizes(blocks)
+            assert set(kinds(nodes)) == {"all_reduce"}
+            assert len(nodes) <= math.ceil(sizes["whole"] / BUCKET_BYTES) + 1
+            moved = sum(_nbytes(node) for node in nodes)
+            assert sizes["whole"] <= moved <= sizes["whole"] + 64, "the gradients, and the metrics"
 
 
 @on_ranks(2, 4, timeout=240)
@@ -270,10 +266,14 @@ def test_tensor_parallel_needs_four_sums_for_each_block():
     }
     mesh = distribution.DeviceMesh((1, num_processes()), ("batch", "model"))
     with model_parallel(columns, mesh).scope():
+        moved = {}
         for blocks in (1, 3):
-            counts, _ = count(blocks)
-            assert set(counts) == {"all_reduce"}
-            assert counts["all_reduce"] <= 4 * blocks + 4
+            nodes, _ = collectives_and_sizes(blocks)
+            assert set(kinds(nodes)) == {"all_reduce"}
+            assert len(nodes) <= 4 * blocks + 4
+            moved[blocks] = sum(_nbytes(node) for node in nodes)
+        activations = 8 * 16 * 32 * 4
+        assert moved[3] - moved[1] == 2 * 4 * activations
 
 
 @on_ranks(2, 4, timeout=240)
