@@ -15,8 +15,13 @@ from keras_spmd._notices import warn_once
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST = -1, -3, 2**30
-# Raw random ops of torch draw what they draw in an eager step.
-_OPTIONS = {"fallback_random": True}
+_OPTIONS = {
+    # Raw random ops of torch draw what they draw in an eager step.
+    "fallback_random": True,
+    # It moves weight gradients and the loss to where they are used: after the whole backward pass,
+    # and all that they are computed from would be kept until then.
+    "reorder_for_locality": False,
+}
 
 
 def decompositions() -> dict:
@@ -61,13 +66,13 @@ def _keep_memory() -> None:
 
 
 def _inductor(module: GraphModule) -> Callable:
-    if _settings.keep_memory():
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    if _settings.keep_memory() and not any(x.is_cuda for x in inputs):
         _keep_memory()
     with torch.no_grad(), warnings.catch_warnings():
         # Inductor warns of its own use of torch.
         warnings.simplefilter("ignore")
         from torch._inductor.compile_fx import compile_fx
 
-        inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         compiled: Any = compile_fx(module, inputs, config_patches=_OPTIONS)
     return lambda args: compiled(*args)

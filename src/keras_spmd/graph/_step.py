@@ -123,7 +123,7 @@ class Step:
         key = (
             tuple(_kind(x) for x in leaves),
             structure,
-            id(_layouts.active_distribution()),
+            _layouts.active_distribution(),
             keras_config.floatx(),
             _attributes.state_of(self.model),
         )
