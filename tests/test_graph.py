@@ -201,6 +201,26 @@ def test_without_a_distribution():
     np.testing.assert_allclose(graph.predict(X, verbose=0), plain.predict(X, verbose=0), 1e-5, 1e-6)
 
 
+@on_ranks(1)
+def test_without_a_distribution_loaders_are_left_alone():
+    """A dataset that draws random numbers draws those of a run without a graph."""
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, i):
+            return torch.tensor(X[i]) + torch.rand(6), int(Y[i])
+
+    def run(jit_compile):
+        model = make(jit_compile=jit_compile)
+        loader = torch.utils.data.DataLoader(Noisy(), batch_size=4, shuffle=True)
+        return model.fit(loader, epochs=3, verbose=0, shuffle=False).history["loss"]
+
+    np.testing.assert_allclose(run(True), run(False), 1e-5)
+
+
 class Scaled(layers.Layer):
     """Has a number that somebody else changes."""
 

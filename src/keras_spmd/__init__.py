@@ -4,8 +4,7 @@ Importing this package switches it on; on Keras's other backends nothing happens
 
 >>> import keras_spmd
 >>> import keras
->>> mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"))
->>> keras.distribution.set_distribution(...)
+>>> keras.distribution.set_distribution(keras.distribution.DataParallel())
 """
 
 from keras_spmd._activate import activate as activate

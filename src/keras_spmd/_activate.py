@@ -554,6 +554,8 @@ def deactivate() -> None:
 
     >>> import keras_spmd
     >>> keras_spmd.deactivate()
+    >>> keras_spmd.activate()
+    True
     """
     if not _undo:
         return

@@ -24,9 +24,12 @@ def distribute_batch(batch: Any) -> Any:
 
     Example:
 
-    >>> for x, y in batches:                       # the global batch, on every rank
-    ...     x, y = keras_spmd.distribute_batch((x, y))
-    ...     loss = loss_fn(y, model(x, training=True))
+    >>> import numpy as np, keras, keras_spmd
+    >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
+    >>> batch = np.ones((8, 4), "float32"), np.ones(8)                # the global one
+    >>> x, y = keras_spmd.distribute_batch(batch)                     # this rank has its rows
+    >>> x.shape[0], y.shape[0]
+    (8, 8)
 
     Args:
         batch: An array, a tensor, or a structure of them with None at places. DTensors stay as they
@@ -85,8 +88,8 @@ def _wrap_rows(leaf: Any, size: int, distribution: Any) -> Any:
     return _layouts.wrap_local(local, mesh, _batch_placements(shape, distribution), shape)
 
 
-# Whether the step that was made last is a graph. Without a distribution only such steps get their
-# batches from here: they are so fast that Keras's loader would take longer.
+# Whether the step that was made last is a graph. Without a distribution only such steps get arrays
+# from here: they are so fast that Keras's loader would take longer.
 for_graph = False
 
 
@@ -117,10 +120,10 @@ def get_iterator_or(original: Callable) -> Callable:
     def _get_iterator(self: Any) -> Any:
         distribution = _layouts.active_distribution()
         if distribution is None:
-            parts = _loaders.parts_of(self.data_adapter, _loaders.all_rows) if for_graph else None
-            if parts is None:
+            arrays = _loaders.array_batches(self.data_adapter) if for_graph else None
+            if arrays is None:
                 return original(self)
-            return one_ahead(part.rows for part in parts)
+            return one_ahead(_map(to_device, batch) for batch in arrays)
         batches = _batches(self.data_adapter, distribution, self.steps_per_epoch)
         return one_ahead(batches) if _loaders.can_look_ahead(self.data_adapter) else batches
 

@@ -7,14 +7,20 @@ from typing import Any
 def explain(model: Any, graph_file: str | os.PathLike | None = None) -> list[Any]:
     """Say what the compiled steps of a model do: ops, communication, memory, time.
 
-    Call it after a step has run, on all ranks; the first one prints.
+    Call it after a step has run, on all ranks; rank 0 prints.
 
     Example:
 
+    >>> import keras, numpy as np, keras_spmd
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     >>> model.compile("adamw", "mse", jit_compile=True)
-    >>> model.fit(x, y, batch_size=64)
-    >>> keras_spmd.explain(model)
-    >>> keras_spmd.explain(model, graph_file="step.txt")
+    >>> history = model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+    >>> (training,) = keras_spmd.explain(model)                            # prints a table
+    Training step of ...
+    >>> training.kind, len(training.graphs), training.reason
+    ('train', 1, None)
+
+    With `graph_file="step.txt"` the graph is written there.
 
     Args:
         model: A model that was compiled with `jit_compile=True`.

@@ -160,8 +160,11 @@ def _restored_random_state() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def all_rows(count: int) -> slice:
-    return slice(0, count)
+def array_batches(adapter: Any) -> Iterable[Any] | None:
+    """Whole batches of arrays; None if the data is of another kind."""
+    if type(adapter) is not ArrayDataAdapter:
+        return None
+    return (part.rows for part in _ArrayRows(adapter, lambda count: slice(0, count)))
 
 
 def parts_of(adapter: Any, rows_of: RowsOf) -> Iterable[Part] | None:

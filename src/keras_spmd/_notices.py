@@ -14,8 +14,8 @@ class ShardingWarning(UserWarning):
 
     Example:
 
-    >>> import warnings
-    >>> warnings.filterwarnings("error", category=ShardingWarning)  # make them all errors
+    >>> import warnings, keras_spmd
+    >>> warnings.filterwarnings("error", category=keras_spmd.ShardingWarning)  # all are errors
     """
 
 

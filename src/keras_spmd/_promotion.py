@@ -168,8 +168,13 @@ def ensure_dtensor(
 
     Example:
 
+    >>> import keras, torch, keras_spmd
+    >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
     >>> x = keras_spmd.ensure_dtensor(torch.ones(4, 2))                  # replicated
+    >>> from torch.distributed.tensor import Shard
     >>> x = keras_spmd.ensure_dtensor(x, placements=[Shard(0)])          # sharded on dim 0
+    >>> x.shape, x.placements
+    (torch.Size([4, 2]), (Shard(dim=0),))
 
     Args:
         tensor: A plain tensor that is the same on every rank, or a DTensor.
@@ -211,7 +216,12 @@ def convert_tensors_to_dtensor(
 
     Example:
 
+    >>> import keras, torch, keras_spmd
+    >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
+    >>> x, mask = torch.ones(4, 2), torch.tensor([True, False, True, True])
     >>> x, mask = keras_spmd.convert_tensors_to_dtensor(x, mask)
+    >>> x.device_mesh == mask.device_mesh
+    True
 
     The mesh is `device_mesh`, or that of the first DTensor among them, or the active one.
     """
@@ -225,7 +235,11 @@ def get_dtensor_local(tensor: torch.Tensor) -> torch.Tensor:
 
     Example:
 
-    >>> shard = keras_spmd.get_dtensor_local(layer.kernel.value)
+    >>> import keras, torch, keras_spmd
+    >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
+    >>> x = keras_spmd.create_replicate_dtensor(torch.ones(8))
+    >>> keras_spmd.get_dtensor_local(x).shape
+    torch.Size([8])
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -235,7 +249,14 @@ def get_dtensor_spec(tensor: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement,
 
     Example:
 
-    >>> device_mesh, placements = keras_spmd.get_dtensor_spec(layer.kernel.value)
+    >>> import keras, torch, keras_spmd
+    >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
+    >>> x = keras_spmd.create_replicate_dtensor(torch.ones(8))
+    >>> device_mesh, placements = keras_spmd.get_dtensor_spec(x)
+    >>> placements
+    (Replicate(),)
+    >>> keras_spmd.get_dtensor_spec(torch.ones(8)) is None
+    True
     """
     if not isinstance(tensor, DTensor):
         return None
@@ -249,7 +270,11 @@ def create_replicate_dtensor(
 
     Example:
 
+    >>> import keras, torch, keras_spmd
+    >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
     >>> scale = keras_spmd.create_replicate_dtensor(torch.ones(8))
+    >>> keras_spmd.is_dtensor(scale)
+    True
     """
     mesh = device_mesh if device_mesh is not None else _mesh_for_helpers()
     return ensure_dtensor(tensor, mesh, [Replicate()] * mesh.ndim)

@@ -52,7 +52,7 @@ def merge_into_buckets(graph: Graph, limit: int = BUCKET_BYTES) -> None:
         highest[node] = max((highest[x] for x in node.all_input_nodes), default=-1)
         if not _can_be_bucketed(node):
             continue
-        nbytes = max(_nbytes(node), _nbytes(node.args[0]))
+        nbytes = max(nbytes_of(node), nbytes_of(node.args[0]))
         most = limit if node.target is ALL_REDUCE else weights_limit
         # A weight that was gathered for the forward pass is freed, and gathered again.
         phase = origin_of(node).phase if node.target is ALL_GATHER else None
@@ -80,7 +80,7 @@ def _usual_block(graph: Graph) -> int:
 
     By bytes, not by number: half of all that is gathered comes in weights of at least this size.
     """
-    sizes = sorted(_nbytes(node) for node in graph.nodes if node.target is ALL_GATHER)
+    sizes = sorted(nbytes_of(node) for node in graph.nodes if node.target is ALL_GATHER)
     half, seen = sum(sizes) / 2, 0
     for size in reversed(sizes):
         seen += size
@@ -169,5 +169,5 @@ def _value(node: Any) -> Any:
     return node.meta["val"]
 
 
-def _nbytes(node: Any) -> int:
+def nbytes_of(node: Any) -> int:
     return _value(node).numel() * _value(node).element_size()

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -90,39 +90,51 @@ def slots_of(model: Any, variables: Sequence[Any]) -> list[Slot]:
     return list(slots.values())
 
 
+class Batch(NamedTuple):
+    """The tensors and DTensors of a step's data, and what they are leaves of."""
+
+    leaves: list[torch.Tensor]
+    structure: Any
+
+    @property
+    def data(self) -> Any:
+        return self.structure.unflatten(self.leaves)
+
+    def locals(self) -> list[torch.Tensor]:
+        return [local_of(leaf) for leaf in self.leaves]
+
+    def wrapped(self, local_leaves: list[torch.Tensor]) -> Any:
+        """The same data of other local tensors."""
+        specs = [getattr(leaf, "_spec", None) for leaf in self.leaves]
+        pairs = zip(local_leaves, specs, strict=True)
+        return self.structure.unflatten([_wrapped(leaf, spec) for leaf, spec in pairs])
+
+
 def capture(
-    step: Callable,
-    slots: list[Slot],
-    leaves: list[torch.Tensor],
-    structure: Any,
-    *,
-    gather_results: bool,
-    with_grad: bool,
+    step: Callable, slots: list[Slot], batch: Batch, *, gather_results: bool, with_grad: bool
 ) -> Captured:
     """Trace `step(data)`.
 
     Args:
         step: What is traced; a method of the model.
         slots: The state that it touches. Others that turn up are added, and it is traced again.
-        leaves: The tensors and DTensors of its batch.
-        structure: What they are leaves of.
+        batch: Its data.
         gather_results: Whether results are made whole in the graph (logs), or stay sharded.
         with_grad: Whether the step needs autograd.
     """
     table = {**decompositions(), **_DECOMPOSITIONS}
     for _ in range(10):
-        tracer = _Tracer(step, slots, leaves, structure, gather_results, with_grad)
-        local_leaves = [local_of(leaf) for leaf in leaves]
+        tracer = _Tracer(step, slots, batch, gather_results, with_grad)
         with torch.autograd.set_multithreading_enabled(False), _quiet():
             trace = make_fx(tracer, table, tracing_mode="fake", _allow_non_fake_inputs=True)
-            module = trace([slot.local for slot in slots], local_leaves)
+            module = trace([slot.local for slot in slots], batch.locals())
         if not tracer.undeclared:
             break
         slots = [*slots, *(Slot(v._value, v) for v in tracer.undeclared)]
     else:
         raise CannotCapture("it touches other variables at each run")
     _write_state_in_place(module.graph, len(slots), len(tracer.specs))
-    module = make_functional(module, [*(slot.local for slot in slots), *local_leaves])
+    module = make_functional(module, [*(slot.local for slot in slots), *batch.locals()])
     return Captured(module, slots, tracer.structure, tracer.specs, tracer.fallbacks)
 
 
@@ -166,17 +178,9 @@ class _Tracer:
     """The function that is traced: local tensors in, local tensors out."""
 
     def __init__(
-        self,
-        step: Callable,
-        slots: list[Slot],
-        leaves: list[torch.Tensor],
-        structure: Any,
-        gather_results: bool,
-        with_grad: bool,
+        self, step: Callable, slots: list[Slot], batch: Batch, gather_results: bool, with_grad: bool
     ) -> None:
-        self.step, self.slots = step, slots
-        self.specs_of_leaves = [getattr(leaf, "_spec", None) for leaf in leaves]
-        self.structure_of_data = structure
+        self.step, self.slots, self.batch = step, slots, batch
         self.gather_results, self.with_grad = gather_results, with_grad
         self.undeclared: list[Any] = []
         self.fallbacks: Counter = Counter()
@@ -196,7 +200,7 @@ class _Tracer:
                 for owner, name in slot.places
             ]
             with scope, scope.origins.watching_backward(), module_tensors(swaps):
-                results = self.step(self._data(leaves))
+                results = self.step(self.batch.wrapped(leaves))
                 new = [
                     self._new_value(scope, s, v) for s, v in zip(self.slots, values, strict=True)
                 ]
@@ -206,10 +210,6 @@ class _Tracer:
     def _leaf(self, slot: Slot, local: torch.Tensor) -> torch.Tensor:
         value = _wrapped(local, slot.spec)
         return value.detach().requires_grad_() if slot.is_trained and self.with_grad else value
-
-    def _data(self, leaves: list[torch.Tensor]) -> Any:
-        pairs = zip(leaves, self.specs_of_leaves, strict=True)
-        return self.structure_of_data.unflatten([_wrapped(leaf, spec) for leaf, spec in pairs])
 
     def _new_value(self, scope: CaptureScope, slot: Slot, value: torch.Tensor) -> Any:
         if slot.variable is not None:

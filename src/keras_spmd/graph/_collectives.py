@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.fx import Graph, GraphModule, Node
 
 from keras_spmd.graph._buckets import ALL_GATHER, WAIT
+from keras_spmd.graph._order import needed
 from keras_spmd.graph._origins import origin_of
 
 aten = torch.ops.aten
@@ -108,35 +109,13 @@ def sort(graph: Graph, *, late_waits: bool = True) -> None:
     What waits for a collective comes when somebody needs it, so that other work is done meanwhile.
     """
     nodes = list(graph.nodes)
-    position = {node: i for i, node in enumerate(nodes)}
-    last = [n for n in nodes if n.op == "output" or n.target is torch.ops.aten.copy_.default]
-    ordered: list[Node] = []
-    placed: set[Node] = set()
-
-    def place(root: Node) -> None:
-        stack = [root]
-        while stack:
-            node = stack[-1]
-            if node in placed:
-                stack.pop()
-                continue
-            missing = [x for x in node.all_input_nodes if x not in placed]
-            if missing:
-                stack.extend(sorted(missing, key=lambda n: -position[n]))
-            else:
-                placed.add(node)
-                ordered.append(node)
-                stack.pop()
-
+    last = {n: None for n in nodes if n.op == "output" or n.target is aten.copy_.default}
     lazy = _after_waits(nodes) if late_waits else set()
-    for node in nodes:
-        if node.op == "placeholder" or (node not in lazy and node not in last):
-            place(node)
-    for node in nodes:
-        if node not in last:
-            place(node)
-    for node in last:
-        place(node)
+    eager = [n for n in nodes if n.op == "placeholder" or (n not in lazy and n not in last)]
+    ordered: dict[Node, None] = {}
+    for root in [*eager, *(n for n in nodes if n not in last), *last]:
+        for node in needed(root, ordered):
+            ordered[node] = None
     for before, after in itertools.pairwise(ordered):
         before.append(after)
 

@@ -15,7 +15,7 @@ from keras_spmd._notices import warn_once
 
 _WARM_UP = 3
 # The share of a step's time that the host may take to launch it.
-_HOST_SHARE = 0.6
+_HOST_SHARE = 0.8
 
 
 class Replayed:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
-from keras_spmd.graph._buckets import causes_of
+from keras_spmd.graph._buckets import causes_of, nbytes_of
 from keras_spmd.graph._capture import Slot
 from keras_spmd.graph._collectives import collectives_of, group_ranks
 from keras_spmd.graph._cuda_graphs import Replayed
@@ -118,7 +118,7 @@ def _collective(node: Node, mesh: Any) -> Collective:
     kind = str(node.target).split(".")[1]
     return Collective(
         kind=kind.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single"),
-        nbytes=max(_nbytes(node), _nbytes(source)),
+        nbytes=max(nbytes_of(node), nbytes_of(source)),
         axis=_axis(node, mesh),
         phase=origin_of(node).phase,
         layers=list(dict.fromkeys(causes_of(node))),
@@ -163,11 +163,6 @@ def _line(node: Node) -> str:
 
 def _shape(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _nbytes(node: Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.element_size()
 
 
 def _size(nbytes: float) -> str:

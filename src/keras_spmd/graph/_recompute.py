@@ -7,14 +7,13 @@ What it returns is put together again into one graph.
 
 from typing import Any
 
-import torch
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph, GraphModule, Node
 
+from keras_spmd.graph._functional import COPY
+from keras_spmd.graph._order import needed
 from keras_spmd.graph._origins import origin_of
-
-COPY = torch.ops.aten.copy_.default
 
 
 def recompute_cheap_activations(module: GraphModule) -> GraphModule:
@@ -83,12 +82,11 @@ class _Step:
         computed = {node.name for node in forward.graph.nodes if node.op == "call_function"}
         places = [node for node in backward.graph.nodes if node.op == "placeholder"]
         done = dict(zip(places, kept, strict=True))
-        for node in backward.graph.nodes:
-            if node.op == "call_function" and node.name not in computed:
-                _place(graph, node, done)
         (end,) = backward.graph.find_nodes(op="output")
-        for value in end.args[0]:
-            _place(graph, value, done)
+        calls = [node for node in backward.graph.nodes if node.op == "call_function"]
+        for root in [*(node for node in calls if node.name not in computed), *end.args[0]]:
+            for node in needed(root, done):
+                done[node] = graph.node_copy(node, done.__getitem__)
         results = [*results, *(done[value] for value in end.args[0])]
         inputs = self.module.graph.find_nodes(op="placeholder")
         known = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
@@ -96,18 +94,3 @@ class _Step:
         for node in self.update:
             known[node] = graph.node_copy(node, known.__getitem__)
         return GraphModule(self.module, graph)
-
-
-def _place(graph: Graph, node: Node, done: dict[Node, Node]) -> None:
-    """Copy a node behind all that it needs."""
-    waiting = [node]
-    while waiting:
-        node = waiting[-1]
-        missing = [x for x in node.all_input_nodes if x not in done]
-        if node in done:
-            waiting.pop()
-        elif missing:
-            waiting += reversed(missing)
-        else:
-            done[node] = graph.node_copy(node, done.__getitem__)
-            waiting.pop()

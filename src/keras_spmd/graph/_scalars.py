@@ -3,11 +3,12 @@
 `alpha=learning_rate` makes torch read a tensor's value on the host, which waits for the device.
 """
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+
+from keras_spmd.graph._functional import item
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
@@ -31,19 +32,10 @@ def keep_on_device(module: GraphModule) -> None:
             scaled: Any = graph.call_function(multiply, (others, factor.args[0]))
             if isinstance(others, (list, tuple)):
                 scaled.meta["val"] = [other.meta["val"] for other in others]
-                scaled = _unpacked(graph, scaled)
+                scaled = [item(graph, scaled, i) for i in range(len(others))]
             else:
                 scaled.meta["val"] = others.meta["val"]
         node.args = (values, scaled)
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != "alpha"}
     graph.eliminate_dead_code()
     module.recompile()
-
-
-def _unpacked(graph: torch.fx.Graph, node: Node) -> list[Node]:
-    items = []
-    for i, value in enumerate(node.meta["val"]):
-        item = graph.call_function(operator.getitem, (node, i))
-        item.meta["val"] = value
-        items.append(item)
-    return items

@@ -19,7 +19,7 @@ from keras_spmd._notices import warn_once
 from keras_spmd._promotion import is_dtensor
 from keras_spmd.graph import _attributes, _reasons
 from keras_spmd.graph._agreement import Verdict, agree, signature_of
-from keras_spmd.graph._capture import CannotCapture, Captured, capture, local_of, slots_of
+from keras_spmd.graph._capture import Batch, CannotCapture, Captured, capture, slots_of
 from keras_spmd.graph._collectives import collectives_of
 from keras_spmd.graph._compile import compile_graph
 from keras_spmd.graph._cuda_graphs import Replayed, can_be_replayed
@@ -87,57 +87,57 @@ class Step:
     def __init__(self, model: Any, kind: str, eager: Callable) -> None:
         self.model, self.kind, self.eager = model, kind, eager
         self.entries: dict[tuple, Entry] = {}
+        self.count = 0  # of entries that there have been
         self.is_given_up = False
         self.reason: str | None = None  # why it runs eagerly, or did for some batch
         self.failures = 0
         self.is_first = True
 
     def __call__(self, data: list) -> Any:
-        batch = _data.distribute_batch(data[0])
-        leaves, structure = optree.tree_flatten(batch, namespace="keras")
-        leaves = [_on_device(leaf) for leaf in leaves]
-        if self.is_given_up or not all(isinstance(x, torch.Tensor) for x in leaves):
+        leaves, structure = optree.tree_flatten(_data.distribute_batch(data[0]), namespace="keras")
+        batch = Batch([_on_device(leaf) for leaf in leaves], structure)
+        if self.is_given_up or not all(isinstance(x, torch.Tensor) for x in batch.leaves):
             return self._eagerly(batch)
-        entry = self._entry(leaves, structure)
-        if entry is None or (entry.run is None and not self._prepare(entry, leaves, structure)):
-            return self._eagerly(structure.unflatten(leaves))
+        entry = self._entry(batch)
+        if entry is None or (entry.run is None and not self._prepare(entry, batch)):
+            return self._eagerly(batch)
         if not entry.is_up_to_date():
             self.entries = {key: e for key, e in self.entries.items() if e is not entry}
-            self.entries[object(),] = Entry()  # it counts as one more
             return self(data)
         if _settings.check():
-            self._assert_nothing_frozen(entry, leaves, structure)
+            self._assert_nothing_frozen(entry, batch)
         with torch.no_grad():
-            outputs = entry.run([*entry.state, *map(local_of, leaves)])  # type: ignore[misc]
+            outputs = entry.run([*entry.state, *batch.locals()])  # type: ignore[misc]
         _transfer.read_ahead()
         return entry.captured.results(outputs)  # type: ignore[union-attr]
 
-    def _eagerly(self, batch: Any) -> Any:
+    def _eagerly(self, batch: Batch) -> Any:
         """The step itself; its logs are whole, as a graph's are."""
-        results = self.eager([batch])
+        results = self.eager([batch.data])
         if self.kind == "predict":
             return results
         return tree.map_structure(lambda x: x.full_tensor() if is_dtensor(x) else x, results)
 
-    def _entry(self, leaves: list, structure: Any) -> Entry | None:
+    def _entry(self, batch: Batch) -> Entry | None:
         key = (
-            tuple(_kind(x) for x in leaves),
-            structure,
+            tuple(_kind(x) for x in batch.leaves),
+            batch.structure,
             _layouts.active_distribution(),
             keras_config.floatx(),
             _attributes.state_of(self.model),
         )
         entry = self.entries.get(key)
         if entry is None:
-            if len(self.entries) >= _settings.capture_limit():
-                self._give_up(leaves)
+            if self.count >= _settings.capture_limit():
+                self._give_up(batch.leaves)
                 return None
+            self.count += 1
             entry = self.entries[key] = Entry()
         return entry
 
     def _give_up(self, leaves: list) -> None:
         shapes = [tuple(x.shape) for x in leaves]
-        others = [[kind[0] for kind in key[0]] for key in self.entries if len(key) > 1]
+        others = [[kind[0] for kind in key[0]] for key in self.entries]
         changing = [
             i
             for i, shape in enumerate(shapes)
@@ -156,7 +156,7 @@ class Step:
             "on. Pad the input to a few sizes, or raise KERAS_SPMD_CAPTURE_LIMIT.",
         )
 
-    def _prepare(self, entry: Entry, leaves: list, structure: Any) -> bool:
+    def _prepare(self, entry: Entry, batch: Batch) -> bool:
         """Capture and compile; False if this batch must run eagerly."""
         if entry.is_eager:
             return False
@@ -169,7 +169,7 @@ class Step:
         captured: Captured | None = None
         error: Exception | None = None
         try:
-            captured = self._capture(leaves, structure)
+            captured = self._capture(batch)
             changed = _attributes.difference(before, _attributes.snapshot(self.model))
             if changed:
                 raise _reasons.python_state(changed)
@@ -193,7 +193,7 @@ class Step:
             return False
         entry.seconds["capture"] = time.perf_counter() - start
         start = time.perf_counter()
-        inputs = [*captured.state(), *map(local_of, leaves)]
+        inputs = [*captured.state(), *batch.locals()]
         run = compile_graph(captured.module)
         if can_be_replayed(inputs, len(collectives_of(captured.module))):
             run = Replayed(run, len(captured.slots))
@@ -201,9 +201,9 @@ class Step:
         entry.seconds["compile"] = time.perf_counter() - start
         return True
 
-    def _assert_nothing_frozen(self, entry: Entry, leaves: list, structure: Any) -> None:
+    def _assert_nothing_frozen(self, entry: Entry, batch: Batch) -> None:
         """With `KERAS_SPMD_CHECK=1`: raise if the step would be captured differently by now."""
-        text = str(self._capture(leaves, structure).module.graph)
+        text = str(self._capture(batch).module.graph)
         if entry.text is not None and entry.text != text:
             pairs = zip(entry.text.splitlines(), text.splitlines(), strict=False)
             first = next(((a, b) for a, b in pairs if a != b), ("the end", "the end"))
@@ -215,7 +215,7 @@ class Step:
             )
         entry.text = text
 
-    def _capture(self, leaves: list, structure: Any) -> Captured:
+    def _capture(self, batch: Batch) -> Captured:
         step = getattr(self.model, f"{self.kind}_step")
         variables = [*self.model.variables, *self.model.metrics_variables]
         # A model that only predicts may never have been compiled.
@@ -225,12 +225,11 @@ class Step:
         generator = global_state.get_global_attribute("global_seed_generator")
         if generator is not None:
             variables.append(generator.state)
-        with _random.layouts_at_hand(leaves):
+        with _random.layouts_at_hand(batch.leaves):
             return capture(
                 step,
                 slots_of(self.model, variables),
-                leaves,
-                structure,
+                batch,
                 gather_results=self.kind != "predict",
                 with_grad=self.kind == "train",
             )
