@@ -81,7 +81,8 @@ def measure(label: str, make, size: dict, steps: int = 30) -> None:
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(
         f"{label}: {min(times) * 1e3:.2f} ms/step, {tokens / min(times):,.0f} tokens/s, peak "
-        f"{peak:.2f} GiB ({first_peak:.2f} in the first step, which takes {first:.1f} s), loss "
+        f"{peak:.2f} GiB ({first_peak:.2f} in the first step, which takes {first:.1f} s), reserved "
+        f"{torch.cuda.memory_reserved() / 2**30:.2f} GiB, loss "
         f"{float(loss):.4f}",
         flush=True,
     )

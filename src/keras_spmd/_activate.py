@@ -35,6 +35,7 @@ _undo: list[Callable[[], object]] = []
 def patches() -> list[Patch]:
     """The table."""
     from keras_spmd import (
+        _attention,
         _coverage,
         _cross_entropy,
         _data,
@@ -345,6 +346,12 @@ def patches() -> list[Patch]:
             _control_flow.while_loop_or,
             "reads its predicate on the host, which a graph can't",
             everywhere=True,
+        ),
+        Patch(
+            "keras.src.backend.torch.nn",
+            "_can_use_flash_attention",
+            _attention.can_use_flash_or,
+            "a captured step leaves the choice to torch where that prefers cuDNN's kernel",
         ),
         Patch(
             "keras.src.backend.torch.nn",

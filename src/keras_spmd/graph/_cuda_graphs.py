@@ -1,12 +1,14 @@
-"""A step that keeps the host busier than the device is recorded once and replayed as a whole.
+"""A step that keeps the host busy is recorded once and replayed as a whole.
 
-Launching the kernels of a small model takes longer than running them. A CUDA graph launches all of
-them at once. It keeps memory of its own, so a step that the device is busy with anyway is left as
-it is.
+Launching the kernels of a small model takes longer than running them, and a larger one waits a
+little before each. A CUDA graph launches all of them at once. It keeps the memory of a step for
+itself, or for other recorded steps, so a step of few long kernels is left as it is.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +17,13 @@ from keras_spmd._notices import warn_once
 
 _WARM_UP = 3
 # The share of a step's time that the host may take to launch it.
-_HOST_SHARE = 0.8
+_HOST_SHARE = 0.4
+
+
+@functools.cache
+def _pool() -> Any:
+    """The memory of all recorded steps, one of which runs at a time."""
+    return torch.cuda.graph_pool_handle()
 
 
 class Replayed:
@@ -77,9 +85,11 @@ class Replayed:
         state, leaves = args[: self.state_count], args[self.state_count :]
         graph = torch.cuda.CUDAGraph()
         inputs = [leaf.clone() for leaf in leaves]
+        # What steps used until now would lie idle beside the graph's memory.
+        torch.cuda.empty_cache()
         try:
             # Other threads may go on allocating: they read the next batch.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
                 outputs = list(self.run([*state, *inputs]))
         except RuntimeError as error:
             warn_once(

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from keras_spmd.graph._origins import StampingInterpreter, copy_origin
-from keras_spmd.graph._simplify import drop_aliases
+from keras_spmd.graph._simplify import drop_aliases, drop_constant_copies
 
 COPY = torch.ops.aten.copy_.default
 
@@ -25,6 +25,7 @@ def make_functional(module: GraphModule, inputs: Sequence[torch.Tensor]) -> Grap
     if not _replace_writes(module.graph):
         module = _traced_again(module, inputs)
     drop_aliases(module.graph)
+    drop_constant_copies(module.graph)
     module.graph.eliminate_dead_code()
     return module
 
@@ -80,7 +81,7 @@ def _replace_writes(graph: Graph) -> bool:
     with graph.inserting_before(output):
         for target, value in now.items():
             if target.op == "placeholder" and value is not target:
-                graph.call_function(COPY, (target, value))
+                graph.call_function(COPY, (target, value)).meta["val"] = target.meta["val"]
     return True
 
 

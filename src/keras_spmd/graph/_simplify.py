@@ -5,6 +5,7 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_CONSTANT_COPY = aten.lift_fresh_copy.default
 
 
 def drop_aliases(graph: Graph) -> None:
@@ -17,6 +18,13 @@ def drop_aliases(graph: Graph) -> None:
         else:
             continue
         node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def drop_constant_copies(graph: Graph) -> None:
+    """Use constants directly, which nothing in a functional graph overwrites."""
+    for node in graph.find_nodes(op="call_function", target=_CONSTANT_COPY):
+        node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
 
 

@@ -4,8 +4,10 @@ The first batch of its kind is captured and compiled, and the graph is used for 
 What can't be captured runs eagerly, and the user is told why.
 """
 
+import contextlib
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
@@ -24,6 +26,18 @@ from keras_spmd.graph._collectives import collectives_of
 from keras_spmd.graph._compile import compile_graph
 from keras_spmd.graph._cuda_graphs import Replayed, can_be_replayed
 from keras_spmd.graph._passes import improved
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Making a graph makes millions of objects; looking through them for garbage takes a while."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Entry:
@@ -156,6 +170,7 @@ class Step:
             "on. Pad the input to a few sizes, or raise KERAS_SPMD_CAPTURE_LIMIT.",
         )
 
+    @_without_garbage_collection()
     def _prepare(self, entry: Entry, batch: Batch) -> bool:
         """Capture and compile; False if this batch must run eagerly."""
         if entry.is_eager:
