@@ -10,7 +10,7 @@ export KERAS_BACKEND := torch
 KERAS_VENV  := .venv-keras
 KERAS_READY := $(KERAS_VENV)/.ready
 
-.PHONY: demo test test-all bench lint keras-tests format clean
+.PHONY: demo test test-all bench audit conformance lint keras-tests format clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/torchrun --nproc-per-node 2 examples/demo.py
@@ -26,10 +26,21 @@ test-all: lint keras-tests
 bench: $(READY) $(KERAS_READY)
 	$(RUN)/python benchmarks/cpu.py
 
+# Every function of keras.ops with every layout of its inputs, eager and captured: half an hour.
+audit: $(READY)
+	$(RUN)/python audit/run.py
+	$(RUN)/python audit/run.py --captured
+
+# Keras's own tests under a live mesh of two ranks: several hours, and it goes on where it stopped.
+conformance: $(KERAS_READY)
+	$(KERAS_VENV)/bin/python conformance/live_mesh.py
+
 keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py
 	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py tests/test_callbacks.py \
 		-k "grain or pandas or tf_data or tensorboard"
+	$(KERAS_VENV)/bin/python conformance/live_mesh.py --again --kind data --kind model \
+		layers/core/dense_test.py
 
 lint: $(READY)
 	$(RUN)/ruff check .

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.utils._pytree import tree_leaves, tree_map
@@ -33,6 +33,8 @@ def deciding_or(original: Callable) -> Callable:
         op_info: Any,
         try_cache: bool,
     ) -> Any:
+        if _means_all_dims(op, args):
+            return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
         try:
             decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
         except (NotImplementedError, RuntimeError) as no_rule:
@@ -43,10 +45,13 @@ def deciding_or(original: Callable) -> Callable:
             return run_replicated(op, args, kwargs)
         if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
             return run_replicated(op, args, kwargs)
+        if op.overloadpacket.__name__ in _VIEWS and _is_too_fine(args[0], decision):
+            return op(_with_one_axis_for_each_dim(args[0]), *args[1:], **kwargs)
         if isinstance(decision, OutputSharding) and (
             _is_impossible(decision, op_info.schema)
             or _invents_shards(decision, op_info.schema)
             or _would_move_its_target(decision, op, args)
+            or (_rounds(op, args, kwargs) and _has_pending(args))
             or (_IS_OLD and not _is_linear(op) and _has_pending(args))
         ):
             return _run_without_pending_sums(op, args, kwargs)
@@ -66,6 +71,63 @@ _LINEAR = frozenset(
     reshape _unsafe_view permute transpose t expand squeeze unsqueeze slice select slice_backward
     select_backward ones_like zeros_like empty_like full_like _local_scalar_dense""".split()  # noqa: SIM905
 )
+
+
+# Reductions for which an empty list of dims means all of them; torch's rules take it for none.
+_REDUCTIONS = frozenset(
+    """sum mean nansum amax amin logsumexp std var std_mean var_mean norm
+    linalg_vector_norm""".split()  # noqa: SIM905
+)
+
+
+def _means_all_dims(op: torch._ops.OpOverload, args: tuple) -> bool:
+    return (
+        op.overloadpacket.__name__ in _REDUCTIONS
+        and len(args) > 1
+        and args[1] in ([], ())
+        and args[0].ndim > 0
+        and op._schema.arguments[1].name == "dim"
+    )
+
+
+def _rounds(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether numbers become coarser ones, or others: not the same for the parts of a sum."""
+    if op is torch.ops.aten.view.dtype:
+        return True
+    dtype = kwargs.get("dtype")
+    if op is not torch.ops.aten._to_copy.default or dtype is None:
+        return False
+    keeps = dtype.is_floating_point or dtype.is_complex
+    return not keeps or dtype.itemsize < args[0].dtype.itemsize
+
+
+_VIEWS = ("view", "_unsafe_view", "reshape", "unflatten")
+
+
+def _is_too_fine(x: Any, decision: Any) -> bool:
+    """Whether several axes share a dim that doesn't divide by all of them, or would.
+
+    torch looks at one axis at a time when it splits or merges dims.
+    """
+    specs = [getattr(x, "_spec", None), getattr(decision, "output_spec", None)]
+    return any(isinstance(spec, DTensorSpec) and _shares_unevenly(spec) for spec in specs)
+
+
+def _shares_unevenly(spec: DTensorSpec) -> bool:
+    shards: dict[int, int] = {}
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            shards[placement.dim] = shards.get(placement.dim, 1) * spec.mesh.size(axis)
+    dims = [p.dim for p in spec.placements if isinstance(p, Shard)]
+    return any(dims.count(dim) > 1 and spec.shape[dim] % count for dim, count in shards.items())
+
+
+def _with_one_axis_for_each_dim(x: DTensor) -> DTensor:
+    placements = [
+        Replicate() if isinstance(p, Shard) and p in x.placements[:axis] else p
+        for axis, p in enumerate(x.placements)
+    ]
+    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
 
 
 def _writes_by_mask(op: torch._ops.OpOverload, args: tuple) -> bool:

@@ -18,6 +18,9 @@ from keras_spmd.rules.fallback import run_replicated
     "aten.swapaxes_.default",
     "aten.swapdims_.default",
     "aten.unsqueeze_.default",
+    "aten.squeeze_.default",
+    "aten.squeeze_.dim",
+    "aten.squeeze_.dims",
 )
 def reshape_in_place(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """The op out of place, whose result the tensor then becomes."""

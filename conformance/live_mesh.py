@@ -1,0 +1,233 @@
+"""Keras's own tests under a live mesh of two ranks, against the same tests without one.
+
+python conformance/live_mesh.py [--kind data|model|none] [folders or files of keras/src ...]
+
+Each test's outcome goes to `build/conformance/KIND/FOLDER.jsonl`, where a run that was stopped goes
+on, and all of them to docs/conformance.md.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import keras
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+KERAS = Path(keras.__file__).parent / "src"
+BUILD = HERE.parent / "build" / "conformance"
+DOCS = HERE.parent / "docs" / "conformance.md"
+START_AGAIN = 75
+FOLDERS = ["layers", "ops", "losses", "metrics", "optimizers", "models", "trainers", "random"]
+FOLDERS += ["activations", "initializers", "regularizers", "constraints", "callbacks", "utils"]
+FOLDERS += ["dtype_policies", "quantizers", "saving"]
+PYTEST = ["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(KERAS), "-p", "no:cacheprovider"]
+PYTEST += ["-p", "mesh_plugin", "-W", "ignore", "--no-header", "--tb=short"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def results_of(kind: str, target: str) -> Path:
+    return BUILD / kind / (target.replace("/", ".") + ".jsonl")
+
+
+def run(kind: str, target: str, limit: float) -> None:
+    """All tests of a folder or file, starting ranks again as often as they part."""
+    results = results_of(kind, target)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    world = 1 if kind == "none" else 2
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    for launch in itertools.count():
+        with tempfile.TemporaryDirectory() as shared:
+            code = _launch(kind, target, world, results, port, launch, shared, limit)
+        running = results.parent / f"{results.name}.running"
+        if code == START_AGAIN:
+            continue
+        if code in (0, 1, 5):
+            running.unlink(missing_ok=True)
+            del store
+            return
+        if not running.exists():
+            raise SystemExit(f"{target} could not be run: exit status {code}")
+        _write(results, running.read_text(), f"ranks ended with {code}")
+        running.unlink()
+
+
+def _write(results: Path, test: str, why: str) -> None:
+    with results.open("a") as file:
+        file.write(json.dumps({"test": test, "outcome": "failed", "why": why}) + "\n")
+
+
+def _launch(
+    kind: str,
+    target: str,
+    world: int,
+    results: Path,
+    port: int,
+    launch: int,
+    shared: str,
+    limit: float,
+) -> int:
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": "torch",
+        "PYTHONPATH": str(HERE),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "CONFORMANCE_KIND": kind,
+        "CONFORMANCE_RESULTS": str(results),
+        "CONFORMANCE_SHARED": shared,
+        "CONFORMANCE_PORT": str(port),
+        "CONFORMANCE_LAUNCH": str(launch),
+    }
+    command = [sys.executable, *PYTEST, str(KERAS / target)]
+    logs = [results.with_suffix(f".{rank}.log") for rank in range(world)]
+    processes = []
+    for rank in range(world):
+        with logs[rank].open("a") as log:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    cwd=HERE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [process.wait(limit) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [-9]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return next((code for code in codes if code not in (0, 1, 5)), codes[0])
+
+
+def outcomes(kind: str) -> dict[str, dict]:
+    rows = {}
+    for path in sorted((BUILD / kind).glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["test"]] = row
+    return rows
+
+
+def failures(kind: str) -> list[dict]:
+    """Tests that pass without a mesh and don't pass with it."""
+    plain = outcomes("none")
+    return [
+        row
+        for test, row in outcomes(kind).items()
+        if plain.get(test, {}).get("outcome") == "passed" and row["outcome"] != "passed"
+    ]
+
+
+def summary(kind: str) -> str:
+    plain, here = outcomes("none"), outcomes(kind)
+    counted = [t for t in here if plain.get(t, {}).get("outcome") == "passed"]
+    passed = sum(here[t]["outcome"] == "passed" for t in counted)
+    share = 100 * passed / max(len(counted), 1)
+    return f"{kind}: {passed} of {len(counted)} tests that pass without a mesh ({share:.2f}%)"
+
+
+INTRODUCTION = """\
+# Keras's own tests under a live mesh
+
+Written by `make conformance`: the tests that Keras's wheel ships, on two ranks. A test counts if it
+passes without a mesh, and passes if it does on both ranks. *Data parallel* splits batches over both
+ranks; *sharded* has every variable sharded on its last even dim.
+"""
+# Tests whose failure says nothing about the mesh, and why.
+EXPLAINED = {
+    "test_vocabulary_from_file": "every rank writes the file that the other one reads",
+    "test_vocabulary_file": "every rank writes the file that the other one reads",
+    "test_spectrogram_channels_broadcasting": "rounding: compares to 1e-6 what differs by 5e-6",
+    "test_spectrogram_channels_first": "rounding: compares to 1e-6 what differs by 5e-6",
+}
+
+
+def table() -> str:
+    """Outcomes by folder, as Markdown."""
+    plain = {test for test, row in outcomes("none").items() if row["outcome"] == "passed"}
+    lines = [
+        INTRODUCTION,
+        "| folder | without a mesh | data parallel | sharded |",
+        "| --- | --: | --: | --: |",
+    ]
+    passed = {
+        kind: {test for test, row in outcomes(kind).items() if row["outcome"] == "passed"}
+        for kind in ("data", "model")
+    }
+    ran = {kind: set(outcomes(kind)) for kind in ("data", "model")}
+    for folder in sorted({_folder(test) for test in plain}):
+        tests = {test for test in plain if _folder(test) == folder}
+        cells = [
+            f"{len(tests & passed[kind])} of {len(tests & ran[kind])}" for kind in ("data", "model")
+        ]
+        lines.append(f"| {folder} | {len(tests)} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{summary(kind)}." for kind in ("data", "model")), "", "What fails:", ""]
+    for kind in ("data", "model"):
+        for row in failures(kind):
+            name = row["test"].split("::")[-1]
+            why = EXPLAINED.get(name) or row["why"].splitlines()[0][:160]
+            lines.append(f"- {kind}: `{row['test']}`: {why}")
+    return "\n".join(lines) + "\n"
+
+
+def _folder(test: str) -> str:
+    parts = test.split("::")[0].split("/")
+    return "/".join(parts[: 2 if parts[0] == "layers" else 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*")
+    parser.add_argument("--kind", action="append", choices=["none", "data", "model"])
+    parser.add_argument("--again", action="store_true", help="forget what they gave before")
+    parser.add_argument("--limit", type=float, default=7200, help="seconds for one start of ranks")
+    arguments = parser.parse_args()
+    unexplained = 0
+    for target in arguments.targets or FOLDERS:
+        for kind in arguments.kind or ["none", "data", "model"]:
+            results = results_of(kind, target)
+            if arguments.again:
+                results.unlink(missing_ok=True)
+            run(kind, target, arguments.limit)
+            rows = [json.loads(line) for line in results.read_text().splitlines()]
+            print(f"{target}, {kind}: {dict(Counter(row['outcome'] for row in rows))}", flush=True)
+            for row in rows if kind != "none" else []:
+                if row["outcome"] == "failed" and _counts(row["test"]):
+                    name = row["test"].split("::")[-1]
+                    unexplained += name not in EXPLAINED
+                    print(f"  {row['test']}: {EXPLAINED.get(name, row['why'][:300])}")
+    if not arguments.targets:
+        DOCS.write_text(table())
+        print(summary("data"), summary("model"), sep="\n")
+    sys.exit(bool(unexplained))
+
+
+def _counts(test: str) -> bool:
+    """Whether it passes without a mesh, as far as that is known."""
+    return outcomes("none").get(test, {}).get("outcome", "passed") == "passed"
+
+
+if __name__ == "__main__":
+    main()
