@@ -124,8 +124,9 @@ def full(x: torch.Tensor) -> np.ndarray:
 def differs(got: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
     if len(got) != len(expected):
         return f"{len(got)} results instead of {len(expected)}"
-    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        a, b = full(g), full(e)
+    # All of them before any is compared: every rank has to take part in gathering.
+    pairs = [(full(g), full(e)) for g, e in zip(got, expected, strict=True)]
+    for i, (a, b) in enumerate(pairs):
         if a.shape != b.shape or a.dtype != b.dtype:
             return f"result {i}: {a.dtype}{a.shape} instead of {b.dtype}{b.shape}"
         if not np.allclose(a, b, 1e-4, 1e-5, equal_nan=True):

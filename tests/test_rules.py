@@ -540,3 +540,21 @@ def test_scatter_with_reductions():
         sums = zeros.scatter_reduce(0, fully_sharded(index[:8], 0), rows, "sum")
     assert sums.placements == (Partial(),)
     assert communication.get_total_counts() == 0
+
+
+@on_ranks(4)
+def test_all_ranks_choose_the_same_of_several_ways_that_cost_the_same():
+    """torch goes through sets of placements, whose order was another in each process."""
+    mesh = grid()
+    distribution.set_distribution(model_parallel({}, mesh))
+    from keras_spmd.distribution_lib import _to_backend_mesh
+
+    x = DTensor.from_local(
+        value(4, 6), _to_backend_mesh(mesh), [Partial(), Replicate()], run_check=False
+    ).requires_grad_()
+    (grad,) = torch.autograd.grad(F.glu(x).sum(), x)
+    found = [None] * 4
+    torch.distributed.all_gather_object(
+        found, (str(grad.placements), hash(Partial()), hash(Partial("max")))
+    )
+    assert len(set(found)) == 1, found

@@ -447,6 +447,12 @@ def patches() -> list[Patch]:
             "checks promoted tensors on demand; torch's warns of every tensor of shape (1,)",
         ),
         Patch(
+            "torch.distributed.tensor.placement_types",
+            "Partial.__hash__",
+            use(decisions.hash_of_partial),
+            "torch's differs from rank to rank, and with it the choice between equal costs",
+        ),
+        Patch(
             dispatcher,
             "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
             decisions.deciding_or,

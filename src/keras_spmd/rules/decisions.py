@@ -5,6 +5,7 @@ Pending sums are behind most of these, so they are taken first and the op is tri
 left runs replicated.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,16 @@ def deciding_or(original: Callable) -> Callable:
         return decision
 
     return decide
+
+
+def hash_of_partial(placement: Partial) -> int:
+    """The same in every process, unlike a string's.
+
+    torch goes through sets of placements to find the cheapest way to run an op. Ranks that go
+    through them in another order choose another of several ways that cost the same, and wait for
+    collectives that never come.
+    """
+    return zlib.crc32(placement.reduce_op.encode())
 
 
 # Runs each shard with the sizes of the whole when there are weights.
