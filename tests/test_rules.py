@@ -558,3 +558,22 @@ def test_all_ranks_choose_the_same_of_several_ways_that_cost_the_same():
         found, (str(grad.placements), hash(Partial()), hash(Partial("max")))
     )
     assert len(set(found)) == 1, found
+
+
+@on_ranks(2, 4)
+def test_concatenated_shards_lie_as_the_whole_is_said_to():
+    """Dims of size 1 have no place in memory, and torch's guess for the whole didn't fit shards."""
+    activate()
+    memory = value(4, 1, 2, 8)
+    plain = memory.permute(0, 3, 1, 2)
+    x = fully_sharded(memory, 0).permute(0, 3, 1, 2)
+    for dim in (0, 1, 3):
+        joined = torch.cat([x, -x], dim)
+        expected = torch.cat([plain, -plain], dim)
+        assert_same(joined, expected)
+        assert_same(joined.reshape(1, -1, 4), expected.reshape(1, -1, 4))
+    pending = torch.cat([partial(plain), partial(plain)], 1)
+    assert pending.placements[0].is_partial()
+    assert_same(pending, torch.cat([plain, plain], 1))
+    mixed = torch.cat([partial(plain), x, plain], 1)
+    assert_same(mixed, torch.cat([plain] * 3, 1))

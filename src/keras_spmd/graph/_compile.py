@@ -38,7 +38,7 @@ def decompositions() -> dict:
 def compile_graph(module: GraphModule) -> Callable:
     """Inductor's version of the graph, called with a list. It writes new state into its inputs."""
     if _settings.compiler() == "none":
-        return lambda args: module(*args)
+        return _as_it_is(module)
     try:
         return _inductor(module)
     except Exception as error:
@@ -49,7 +49,16 @@ def compile_graph(module: GraphModule) -> Callable:
         if _settings.strict():
             raise RuntimeError(f"KERAS_SPMD_STRICT: {message}") from error
         warn_once(("inductor", str(error)), message)
-        return lambda args: module(*args)
+        return _as_it_is(module)
+
+
+def _as_it_is(module: GraphModule) -> Callable:
+    """Run op by op. torch foretells wrongly how some values lie, and a view may not fit them."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    module.recompile()
+    return lambda args: module(*args)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from keras_spmd.rules import attention as attention
 from keras_spmd.rules import convolution as convolution
 from keras_spmd.rules import embedding as embedding
 from keras_spmd.rules import indexing as indexing
+from keras_spmd.rules import joining as joining
 from keras_spmd.rules import linalg as linalg
 from keras_spmd.rules import losses as losses
 from keras_spmd.rules import normalization as normalization

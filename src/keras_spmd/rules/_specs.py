@@ -86,10 +86,21 @@ def wrap(
     local_tensor = local_tensor.detach()
     spec = _spec(local_tensor, mesh, tuple(placements))
     if shape is not None and tuple(shape) != tuple(local_tensor.shape):
-        stride = torch.empty(tuple(shape), device="meta").stride()
+        stride = _stride_like(local_tensor, shape)
         meta = TensorMeta(shape=torch.Size(shape), stride=stride, dtype=local_tensor.dtype)
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local_tensor, spec, requires_grad=False)
+
+
+def _stride_like(local_tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a whole tensor without gaps, whose dims lie in memory in the order of a shard's."""
+    steps: tuple[int, ...] = local_tensor.stride()
+    order = sorted(range(len(shape)), key=lambda dim: (-steps[dim], dim))
+    stride, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
 
 
 def stack_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
