@@ -33,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import keras_spmd  # noqa: F401
+from keras_spmd.graph._scope import CaptureScope
 from keras_spmd.rules import decisions, fallback
 
 PATIENCE = timedelta(seconds=20)
@@ -187,11 +188,24 @@ def captured(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [getattr(r, "_local_tensor", r) for r in results]
 
     locals_ = [getattr(x, "_local_tensor", x).detach() for x in inputs]
-    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(locals_)
+    with CaptureScope():
+        graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(locals_)
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    if any(isinstance(n, torch.SymInt) for v in values for n in getattr(v, "shape", ())):
+        raise RuntimeError("its shapes depend on values")
     return [
         r if s is None else DTensor(r, s, requires_grad=False)
         for r, s in zip(graph(locals_), specs, strict=True)
     ]
+
+
+def can_be_captured(case: Case, arrays: list[np.ndarray]) -> bool:
+    """Whether one device could: shapes that depend on values, for instance, run eagerly."""
+    try:
+        captured(case, [torch.tensor(a) for a in arrays])
+    except Exception:
+        return False
+    return True
 
 
 def describe(variant: list[tuple | None]) -> str:
@@ -212,6 +226,9 @@ def audit(case: Case, mesh: Any, run: Any, skip: int) -> Iterator[dict]:
     except (RuntimeError, NotImplementedError):  # torch has no derivative of it
         case = case._replace(has_gradient=False)
         expected = evaluate(case, [torch.tensor(a) for a in arrays])
+    is_captured = run is captured and can_be_captured(case, arrays)
+    if not is_captured:
+        run = eager
     every = variants([torch.tensor(a) for a in arrays])
     for variant in itertools.islice(every, skip, None):
         tensors = [torch.tensor(a) for a in arrays]
@@ -235,6 +252,7 @@ def audit(case: Case, mesh: Any, run: Any, skip: int) -> Iterator[dict]:
             "inputs": " ".join(case.inputs),
             "layout": describe(variant),
             "wrong": wrong,
+            "captured": is_captured,
             "replicated": sorted(set(noted)),
             "collectives": cost.count,
             "bytes": cost.bytes,
