@@ -5,7 +5,6 @@ import warnings
 
 import keras
 import numpy as np
-import pytest
 from keras import distribution, layers, ops
 
 import keras_spmd
@@ -41,8 +40,6 @@ def test_without_a_distribution():
     assert graph.capture_seconds > 0
 
 
-# Leaves ranks in which an eager step then takes two collectives instead of one.
-@pytest.mark.exhaustive
 @on_ranks(2, 4)
 def test_collectives_with_their_bytes_axes_and_layers():
     mesh = distribution.DeviceMesh((num_processes(), 1), ("batch", "model"))

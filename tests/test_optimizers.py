@@ -8,11 +8,13 @@ import pytest
 import torch
 from keras import distribution, optimizers
 from keras.optimizers import schedules
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import keras_spmd
 from bench import on_ranks
+from keras_spmd._gradients import lay_out_gradients
 from keras_spmd.distribution_lib import num_processes
 from meshes import grid, line, model_parallel
 
@@ -267,6 +269,19 @@ def test_accumulated_gradients_are_reduced_once_on_the_step_that_updates():
                     optimizer.apply(grads, variables)
                 counts.append(communication.get_total_counts())
         assert counts == [0, 0, 1, 0, 0, 1]
+
+
+@on_ranks(2, 4)
+def test_gradients_on_equal_meshes_are_reduced_together():
+    """torch's cached decisions may give a gradient an equal mesh that was made earlier."""
+    meshes = [init_device_mesh("cpu", (num_processes(),)) for _ in range(2)]
+    values = [DTensor.from_local(torch.zeros(3), mesh, [Replicate()]) for mesh in meshes]
+    grads = [DTensor.from_local(torch.ones(3), mesh, [Partial()]) for mesh in meshes]
+    with CommDebugMode() as communication:
+        reduced = lay_out_gradients(grads, values)
+    assert communication.get_total_counts() == 1
+    for grad in reduced:
+        np.testing.assert_array_equal(grad.full_tensor(), np.full(3, num_processes()))
 
 
 @on_ranks(1, 2, 4)

@@ -33,7 +33,8 @@ def lay_out_gradients(grads: Sequence[Any], values: Sequence[torch.Tensor]) -> l
             # The graph's own pass makes buckets of what is reduced one by one.
             axes = () if is_capturing() else _axes_to_sum(grad, value)
             if axes:
-                sums.setdefault((id(grad.device_mesh), axes, grad.dtype), []).append(i)
+                # By value: torch's cached decisions hold meshes that are equal to this one.
+                sums.setdefault((grad.device_mesh, axes, grad.dtype), []).append(i)
             else:
                 result[i] = grad.redistribute(value.device_mesh, value.placements)
     for (_, axes, _), members in sums.items():
