@@ -348,6 +348,12 @@ def patches() -> list[Patch]:
             everywhere=True,
         ),
         Patch(
+            "keras.src.backend.torch.optimizers.torch_nadam",
+            "core",
+            _optimizers.core_or,
+            "Nadam reads two numbers on the host, which a graph can't",
+        ),
+        Patch(
             "keras.src.backend.torch.nn",
             "_can_use_flash_attention",
             _attention.can_use_flash_or,

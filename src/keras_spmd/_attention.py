@@ -1,7 +1,7 @@
 """Which attention kernel a captured step uses on a GPU.
 
 Keras asks for the flash kernel wherever that is possible. torch prefers cuDNN's on newer GPUs,
-where it is faster.
+where it is faster. It can't be asked about traced tensors, so a small real one stands for them.
 """
 
 import functools
@@ -9,9 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.nn.attention import SDPBackend
 
 from keras_spmd._capturing import is_capturing
+
+
+@functools.cache
+def _prefers_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        x = torch.empty(1, 1, 128, 64, device=device, dtype=dtype)
+        choice = torch._fused_sdp_choice(x, x, x, is_causal=True)
+    return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
 def can_use_flash_or(original: Callable) -> Callable:
@@ -26,8 +37,8 @@ def can_use_flash_or(original: Callable) -> Callable:
     ) -> bool:
         if is_capturing() and not raise_error and query.is_cuda:
             q, k, v, m = (getattr(x, "_local_tensor", x) for x in (query, key, value, mask))
-            choice = torch._fused_sdp_choice(q, k, v, m, is_causal=is_causal)
-            if choice == SDPBackend.CUDNN_ATTENTION.value:
+            params = SDPAParams(q, k, v, m, 0.0, is_causal, False)
+            if _prefers_cudnn(q.device, q.dtype) and can_use_cudnn_attention(params):
                 return False
         return original(query, key, value, mask, is_causal, raise_error)
 

@@ -6,6 +6,7 @@ get what needs no communication, and everything when somebody reads the optimize
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,11 +14,21 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from torch.distributed.tensor import DTensor
 
 from keras_spmd import _layouts, _promotion
+from keras_spmd._capturing import is_capturing
 from keras_spmd._gradients import lay_out_gradients
 
 # Where an optimizer keeps sums of gradients that are not in their variable's layout yet, by the
 # variable's index; past Keras's tracking of attributes.
 _PENDING = "_keras_spmd_pending"
+
+
+def core_or(original: Any) -> Any:
+    """What Keras's Nadam uses of its backend: two numbers stay tensors while a step is captured."""
+
+    def convert_to_numpy(x: Any) -> Any:
+        return x if is_capturing() else original.convert_to_numpy(x)
+
+    return SimpleNamespace(convert_to_numpy=convert_to_numpy)
 
 
 def apply_or(original: Callable) -> Callable:

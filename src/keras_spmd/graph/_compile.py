@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from keras_spmd import _settings
 from keras_spmd._notices import warn_once
+from keras_spmd.graph._updates import divided
 
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST = -1, -3, 2**30
@@ -21,6 +22,10 @@ _OPTIONS = {
     # It moves weight gradients and the loss to where they are used: after the whole backward pass,
     # and all that they are computed from would be kept until then.
     "reorder_for_locality": False,
+}
+_GPU_OPTIONS = {
+    # The gradient of a loss is one long expression. In one piece it is written over the scores.
+    "realize_opcount_threshold": 100,
 }
 
 
@@ -76,12 +81,33 @@ def _keep_memory() -> None:
 
 def _inductor(module: GraphModule) -> Callable:
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    if _settings.keep_memory() and not any(x.is_cuda for x in inputs):
+    is_on_gpu = any(x.is_cuda for x in inputs)
+    if _settings.keep_memory() and not is_on_gpu:
         _keep_memory()
     with torch.no_grad(), warnings.catch_warnings():
         # Inductor warns of its own use of torch.
         warnings.simplefilter("ignore")
-        from torch._inductor.compile_fx import compile_fx
+        # Functions for CPUs take longer to make, so there is one for all.
+        parts = divided(module) if is_on_gpu else None
+        if parts is None:
+            return _whole(module, is_on_gpu)
+        return parts.joined(_whole(parts.module, is_on_gpu), _update)
 
-        compiled: Any = compile_fx(module, inputs, config_patches=_OPTIONS)
+
+def _whole(module: GraphModule, is_on_gpu: bool) -> Callable:
+    from torch._inductor.compile_fx import compile_fx
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    options = _OPTIONS | (_GPU_OPTIONS if is_on_gpu else {})
+    compiled: Any = compile_fx(module, inputs, config_patches=options)
     return lambda args: compiled(*args)
+
+
+def _update(module: GraphModule) -> Callable:
+    """A few elementwise ops, which need none of what Inductor does to prepare a graph."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with config.patch(_OPTIONS):
+        return compile_fx_inner(module, inputs, is_inference=True)

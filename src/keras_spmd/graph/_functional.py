@@ -97,17 +97,17 @@ def _is_seen(nodes: list[Node], writes: dict[Node, _Write]) -> bool:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node not in writes:
             last = max((position[user] for user in node.users), default=-1)
-            last_use.setdefault(_memory(value), []).append((last, node))
+            last_use.setdefault(memory_of(value), []).append((last, node))
     return any(
         last > position[write.node]
         for write in writes.values()
         for target in write.targets
-        for last, other in last_use[_memory(target.meta["val"])]
+        for last, other in last_use[memory_of(target.meta["val"])]
         if other is not target
     )
 
 
-def _memory(value: torch.Tensor) -> int:
+def memory_of(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 

@@ -6,6 +6,7 @@ another layer.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 from keras.src import tree
 from torch.fx import Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from keras_spmd.graph._seeds import seed_after
 
 _KEY = "keras_spmd_origin"
 
@@ -96,20 +99,25 @@ class Origins:
     def watching_backward(self) -> Iterator[None]:
         """Let autograd say when it begins and ends."""
         before = torch.autograd.backward, torch.autograd.grad
-        torch.autograd.backward = self._noting(before[0])
-        torch.autograd.grad = self._noting(before[1])
+        torch.autograd.backward = self._noting(before[0], "grad_tensors")
+        torch.autograd.grad = self._noting(before[1], "grad_outputs")
         try:
             yield
         finally:
             torch.autograd.backward, torch.autograd.grad = before
             _stamp(self.here)
 
-    def _noting(self, run: Callable) -> Callable:
+    def _noting(self, run: Callable, seed: str) -> Callable:
+        signature = inspect.signature(run)
+
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             self._watch("loss", tensors)
             self._go_to(Origin("loss", "backward"))
+            call = signature.bind(tensors, *args, **kwargs)
+            if call.arguments.get(seed) is None:
+                call.arguments[seed] = seed_after(tensors)
             try:
-                return run(tensors, *args, **kwargs)
+                return run(*call.args, **call.kwargs)
             finally:
                 self._go_to(Origin("optimizer", "update"))
 

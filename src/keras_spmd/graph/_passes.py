@@ -6,6 +6,7 @@ from torch.fx import GraphModule
 from keras_spmd import _settings
 from keras_spmd.graph import _collectives
 from keras_spmd.graph._buckets import merge_into_buckets
+from keras_spmd.graph._constants import fold_constants
 from keras_spmd.graph._products import use_onednn
 from keras_spmd.graph._recompute import recompute_cheap_activations
 from keras_spmd.graph._scalars import keep_on_device
@@ -14,6 +15,7 @@ from keras_spmd.graph._scalars import keep_on_device
 def improved(module: GraphModule) -> GraphModule:
     """A graph that computes the same with less: reads of values, memory, communication."""
     keep_on_device(module)
+    fold_constants(module)
     _collectives.merge_duplicates(module.graph)
     is_on_gpu = _is_on_gpu(module)
     if _settings.recompute(default=is_on_gpu):

@@ -15,6 +15,8 @@ from keras_spmd.graph._functional import COPY
 from keras_spmd.graph._order import needed
 from keras_spmd.graph._origins import origin_of
 
+_GIVEN = ("placeholder", "get_attr")
+
 
 def recompute_cheap_activations(module: GraphModule) -> GraphModule:
     """The same step, whose backward pass keeps less; a functional graph with its `copy_`s last."""
@@ -38,8 +40,8 @@ def _parts_of(nodes: list[Node]) -> dict[Node, str]:
     parts: dict[Node, str] = {}
     for node in nodes:
         phase = origin_of(node).phase
-        inputs = {parts[x] for x in node.all_input_nodes if x.op != "placeholder"}
-        if node.op in ("placeholder", "get_attr"):
+        inputs = {parts[x] for x in node.all_input_nodes if x.op not in _GIVEN}
+        if node.op in _GIVEN:
             parts[node] = "forward"
         elif node.op == "output" or node.target is COPY or "update" in inputs:
             parts[node] = "update"

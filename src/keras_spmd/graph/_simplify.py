@@ -3,6 +3,8 @@
 import torch
 from torch.fx import Graph, Node
 
+from keras_spmd.graph._constants import mark_fresh
+
 aten = torch.ops.aten
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 _CONSTANT_COPY = aten.lift_fresh_copy.default
@@ -24,6 +26,7 @@ def drop_aliases(graph: Graph) -> None:
 def drop_constant_copies(graph: Graph) -> None:
     """Use constants directly, which nothing in a functional graph overwrites."""
     for node in graph.find_nodes(op="call_function", target=_CONSTANT_COPY):
+        mark_fresh(node.args[0])
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
 
