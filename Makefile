@@ -6,7 +6,8 @@ READY  := $(VENV)/.ready
 
 export KERAS_BACKEND := torch
 
-# Keras's own tests import tensorflow and jax, so they have an environment of their own.
+# Keras's own tests import tensorflow and jax, so they have an environment of their own, where KerasHub
+# is, too; it asks for tensorflow-text, which its models don't need.
 KERAS_VENV  := .venv-keras
 KERAS_READY := $(KERAS_VENV)/.ready
 
@@ -31,14 +32,17 @@ audit: $(READY)
 	$(RUN)/python audit/run.py
 	$(RUN)/python audit/run.py --captured
 
-# Keras's own tests under a live mesh of two ranks: several hours, and it goes on where it stopped.
+# All of keras.applications and KerasHub against one device, and Keras's own tests under a live mesh
+# of two ranks: several hours, and the latter goes on where it stopped.
 conformance: $(KERAS_READY)
+	$(KERAS_VENV)/bin/python -m pytest -m "" tests/test_applications.py tests/test_hub.py
 	$(KERAS_VENV)/bin/python conformance/live_mesh.py
 
 keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py
 	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py tests/test_callbacks.py \
 		-k "grain or pandas or tf_data or tensorboard"
+	$(KERAS_VENV)/bin/python -m pytest tests/test_hub.py
 	$(KERAS_VENV)/bin/python conformance/live_mesh.py --again --kind data --kind model \
 		layers/core/dense_test.py
 
@@ -60,7 +64,9 @@ $(READY): pyproject.toml constraints.txt
 $(KERAS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS_VENV)
 	$(KERAS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable . \
-		pytest pytest-xdist tensorflow-cpu tensorboard jax grain pandas
+		pytest pytest-xdist tensorflow-cpu tensorboard jax grain pandas \
+		regex tokenizers sentencepiece kagglehub
+	$(KERAS_VENV)/bin/pip install --quiet --no-deps keras-hub==0.32.0
 	touch $@
 
 clean:
