@@ -155,6 +155,8 @@ Written by `make conformance`: the tests that Keras's wheel ships, on two ranks.
 passes without a mesh, and passes if it does on both ranks. *Data parallel* splits batches over both
 ranks; *sharded* has every variable sharded on its last even dim.
 """
+# From here on docs/conformance.md is written by hand.
+BY_HAND = "\n## Models\n"
 # Tests whose failure says nothing about the mesh, and why.
 EXPLAINED = {
     "test_vocabulary_from_file": "every rank writes the file that the other one reads",
@@ -219,7 +221,8 @@ def main() -> None:
                     unexplained += name not in EXPLAINED
                     print(f"  {row['test']}: {EXPLAINED.get(name, row['why'][:300])}")
     if not arguments.targets:
-        DOCS.write_text(table())
+        _, heading, text = DOCS.read_text().partition(BY_HAND)
+        DOCS.write_text(table() + heading + text)
         print(summary("data"), summary("model"), sep="\n")
     sys.exit(bool(unexplained))
 

@@ -96,7 +96,9 @@ def segformer():
     )
     backbone = models.SegFormerBackbone(image_encoder=encoder, projection_filters=16)
     segmenter = models.SegFormerImageSegmenter(backbone, num_classes=3)
-    segmenter.dropout.rate = 0.0
+    for layer in segmenter._flatten_layers():
+        if isinstance(layer, layers.Dropout):
+            layer.rate = 0.0
     return segmenter
 
 

@@ -142,9 +142,8 @@ def test_what_is_written_is_what_one_device_writes(sampler):
 @pytest.mark.parametrize("sampler", ["beam", "greedy"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_every_model_writes(name, sampler):
-    for rows in (BATCH, 1):
-        for stop in (STOP, None):
-            compare(name, lambda r=rows, s=stop: write(name, SAMPLERS[sampler], r, s))
+    for rows, stop in ((BATCH, STOP), (1, None)):
+        compare(name, lambda r=rows, s=stop: write(name, SAMPLERS[sampler], r, s))
 
 
 @pytest.mark.exhaustive

@@ -577,3 +577,25 @@ def test_concatenated_shards_lie_as_the_whole_is_said_to():
     assert_same(pending, torch.cat([plain, plain], 1))
     mixed = torch.cat([partial(plain), x, plain], 1)
     assert_same(mixed, torch.cat([plain] * 3, 1))
+
+
+@on_ranks(2, 4)
+def test_slices_are_written_where_they_are():
+    """A cache of keys and values is written at each token, at a place that is a tensor."""
+    activate()
+    cache, token = value(4, 8, 4, 2), value(4, 1, 4, 2, seed=1)
+    at = torch.tensor(3)
+    for dim in (0, 2):
+        place = [0, at, 0, 0]
+        expected = keras.ops.slice_update(cache, place, token)
+        x, update = fully_sharded(cache, dim), fully_sharded(token, dim)
+        with CommDebugMode() as communication:
+            written = keras.ops.slice_update(x, place, update)
+        assert communication.get_total_counts() == 0
+        assert written.placements == x.placements
+        assert_same(written, expected)
+        assert_same(x, cache)
+    corner, start = value(2, 3, 4, 1, seed=2), [at - 1, at, 0, 1]
+    expected = keras.ops.slice_update(cache, start, corner)
+    for dim in range(3):
+        assert_same(keras.ops.slice_update(fully_sharded(cache, dim), start, corner), expected)

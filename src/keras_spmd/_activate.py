@@ -47,6 +47,7 @@ def patches() -> list[Patch]:
         _promotion,
         _random,
         _reading,
+        _slices,
         _statistics,
         _stopping,
         _trainer,
@@ -338,6 +339,13 @@ def patches() -> list[Patch]:
             "scatter",
             _control_flow.scatter_or,
             "loops over its indices on the host, which a graph can't",
+            everywhere=True,
+        ),
+        Patch(
+            torch_core,
+            "slice_update",
+            _slices.slice_update_or,
+            "writes by index at a place that is a tensor, for which a sharded tensor is gathered",
             everywhere=True,
         ),
         Patch(
