@@ -348,7 +348,20 @@ class Conditional(layers.Layer):
         return ops.cond(ops.sum(x) > 0, positive, lambda: -x)
 
 
-@pytest.mark.parametrize("layer", [Halving, Counted, Conditional])
+class Window(layers.Layer):
+    """A part from a place that depends on the data."""
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, x):
+        start = ops.cast(ops.sum(x) > 0, "int32")
+        size = ops.shape(x)[-1] - 1
+        part = ops.slice(x, (0, start), (ops.shape(x)[0], size))
+        return ops.concatenate([part, x[:, :1]], axis=-1)
+
+
+@pytest.mark.parametrize("layer", [Halving, Counted, Conditional, Window])
 @on_ranks(1, 2, 4)
 def test_control_flow(layer):
     """Captured without reading a value, with gradients and with variables that it writes."""

@@ -343,6 +343,13 @@ def patches() -> list[Patch]:
         ),
         Patch(
             torch_core,
+            "slice",
+            _control_flow.slice_or,
+            "reads a place that is a tensor on the host, which a graph can't",
+            everywhere=True,
+        ),
+        Patch(
+            torch_core,
             "slice_update",
             _slices.slice_update_or,
             "writes by index at a place that is a tensor, for which a sharded tensor is gathered",

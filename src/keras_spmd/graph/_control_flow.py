@@ -1,4 +1,5 @@
-"""`ops.cond`, `ops.while_loop` and `ops.scatter` in a captured step: no value is read on the host.
+"""`ops.cond`, `ops.while_loop`, `ops.scatter` and `ops.slice` in a captured step: no value is read
+on the host.
 
 The value of a predicate is not known then, and reading it would stop the host at each step. So both
 branches of a condition are computed and what they give is selected, variables that they write
@@ -71,6 +72,24 @@ def scatter_or(original: Callable) -> Callable:
 
     scatter.__doc__ = original.__doc__
     return scatter
+
+
+def slice_or(original: Callable) -> Callable:
+    """`ops.slice` from a place that is a tensor: by index, since a view would need its value."""
+
+    def slice_(inputs: Any, start_indices: Any, shape: Any) -> Any:
+        starts = list(start_indices)
+        are_known = all(isinstance(start, int) for start in starts)
+        if here.scope is None or are_known or not all(isinstance(n, int) for n in shape):
+            return original(inputs, start_indices, shape)
+        x = convert_to_tensor(inputs)
+        for dim, (start, length) in enumerate(zip(starts, shape, strict=True)):
+            if length != x.shape[dim]:
+                x = x.index_select(dim, torch.arange(length, device=x.device) + start)
+        return x
+
+    slice_.__doc__ = original.__doc__
+    return slice_
 
 
 def while_loop_or(original: Callable) -> Callable:
