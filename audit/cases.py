@@ -4,10 +4,12 @@ An input is written as its kind and its shape: `f4,5` is an array of floats of s
 are even and odd, so that every case is sharded evenly on one dim and unevenly on another.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from keras import ops
 
 KINDS: dict[str, Callable[[np.random.Generator, tuple], np.ndarray]] = {
@@ -41,28 +43,45 @@ def _positive_definite(rng: np.random.Generator, shape: tuple) -> np.ndarray:
     return (x @ np.swapaxes(x, -1, -2) + 3 * np.eye(shape[-1])).astype("float32")
 
 
-def _with_holes(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
-    return np.where(rng.random(x.shape) < 0.2, np.nan, x)
-
-
 def _normalized(x: np.ndarray) -> np.ndarray:
     return x / x.sum(-1, keepdims=True)
 
 
 class Case(NamedTuple):
-    """One call: a function of tensors, and what they are."""
+    """One call: a function of tensors, or of a layer and tensors, and what they are."""
 
     name: str
     call: Callable[..., Any]
     inputs: tuple[str, ...]
     has_gradient: bool = True
+    make: Callable[[], Any] | None = None
+    dtype: str = "float32"
 
-    def arrays(self) -> list[np.ndarray]:
+    def tensors(self) -> list[torch.Tensor]:
+        """Its inputs; what would be floats has the dtype of the case."""
         rng = np.random.default_rng(len(self.name))
-        return [
+        arrays = [
             KINDS[text[0]](rng, tuple(int(size) for size in text[1:].split(",") if size))
             for text in self.inputs
         ]
+        return [self._with_dtype(torch.tensor(array)) for array in arrays]
+
+    def _with_dtype(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x
+        if self.dtype == "int32":
+            x = (x * 3).nan_to_num().round()
+        if self.dtype == "rounded":
+            return x.bfloat16().float()
+        return x.to(getattr(torch, self.dtype))
+
+    def of(self, dtype: str) -> "Case":
+        """The same with inputs of another dtype; a layer computes with it."""
+        return self._replace(dtype=dtype)
+
+
+def first_of_each(cases: list[Case]) -> list[Case]:
+    return list({case.name: case for case in reversed(cases)}.values())[::-1]
 
 
 CASES: list[Case] = []
@@ -103,7 +122,7 @@ def names(text: str) -> list[str]:
 
 
 def case(name: str, *inputs: str, has_gradient: bool = True, **options: Any) -> None:
-    function = getattr(ops, name)
+    function = operator.attrgetter(name)(ops)
     CASES.append(Case(name, lambda *x: function(*x, **options), inputs, has_gradient))
 
 
@@ -165,7 +184,6 @@ for _name in [
     "signbit",
     "silu",
     "sin",
-    "sinc",
     "sinh",
     "soft_shrink",
     "softplus",
@@ -183,7 +201,7 @@ for _name in [
     "zeros_like",
 ]:
     case(_name, "f4,6")
-for _name in ["log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sqrt"]:
+for _name in ["log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "sinc", "sqrt"]:
     case(_name, "p4,5")
 for _name in ["arccos", "arcsin", "arctanh", "erfinv"]:
     case(_name, "u4,5")
@@ -414,18 +432,21 @@ call(
     "f4,5",
 )
 
-case("matmul", "f4,6", "f6,5")
-case("matmul", "f3,4,6", "f3,6,5")
-case("matmul", "f3,4,6", "f6,5")
-case("matmul", "f4,6", "f6")
-case("dot", "f4,6", "f6,5")
-case("inner", "f4,6", "f5,6")
-case("outer", "f4", "f5")
-case("vdot", "f6", "f6")
-case("kron", "f2,3", "f4,5")
-case("cross", "f4,3", "f4,3")
-case("cdist", "f4,6", "f5,6")
-case("correlate", "f6", "f3")
+for _name, *_shapes in (
+    ("matmul", "f4,6", "f6,5"),
+    ("matmul", "f3,4,6", "f3,6,5"),
+    ("matmul", "f3,4,6", "f6,5"),
+    ("matmul", "f4,6", "f6"),
+    ("dot", "f4,6", "f6,5"),
+    ("inner", "f4,6", "f5,6"),
+    ("outer", "f4", "f5"),
+    ("vdot", "f6", "f6"),
+    ("kron", "f2,3", "f4,5"),
+    ("cross", "f4,3", "f4,3"),
+    ("cdist", "f4,6", "f5,6"),
+    ("correlate", "f6", "f3"),
+):
+    case(_name, *_shapes)
 case("tensordot", "f4,6", "f6,5", axes=1)
 case("tensordot", "f3,4,6", "f4,6,5", axes=2)
 for _subscripts, _shapes in (
@@ -531,3 +552,40 @@ call(
     "f4,6,5",
     has_gradient=False,
 )
+
+for _name in ["gaussian_blur", "hsv_to_rgb", "rgb_to_grayscale", "rgb_to_hsv", "sobel_edges"]:
+    case(f"image.{_name}", "u4,6,5,3")
+for _interpolation in ("bilinear", "nearest", "bicubic"):
+    case("image.resize", "u4,6,5,3", size=(3, 8), interpolation=_interpolation)
+case("image.resize", "u4,6,5,3", size=(3, 3), antialias=True)
+case(
+    "image.crop_images",
+    "u4,6,5,3",
+    top_cropping=1,
+    left_cropping=2,
+    target_height=3,
+    target_width=2,
+)
+case("image.pad_images", "u4,6,5,3", top_padding=1, left_padding=2, target_height=9, target_width=8)
+case("image.extract_patches", "u4,6,6,3", size=2)
+case("image.extract_patches_3d", "u2,4,4,4,3", size=2)
+case("image.map_coordinates", "f5,6", "p2,4", order=1)
+case("image.affine_transform", "u4,6,5,3", "u4,8")
+call(
+    "image.perspective_transform",
+    lambda x: ops.image.perspective_transform(
+        x,
+        np.tile(np.array([[0, 0], [5, 0], [0, 4], [5, 4]], "float32"), (4, 1, 1)),
+        np.tile(np.array([[1, 0], [4, 0], [0, 4], [5, 3]], "float32"), (4, 1, 1)),
+    ),
+    "u4,6,5,3",
+)
+call(
+    "image.scale_and_translate",
+    lambda x: ops.image.scale_and_translate(
+        x, (4, 3, 8, 3), np.array([0.5, 1.6], "float32"), np.zeros(2, "float32"), (1, 2), "linear"
+    ),
+    "u4,6,5,3",
+)
+case("image.elastic_transform", "u4,6,5,3", alpha=2.0, sigma=1.0, seed=3)
+case("image.ssim", "u2,12,12,3", "u2,12,12,3")

@@ -1,15 +1,14 @@
-"""A sample of the audit: `make audit` goes through every function of keras.ops."""
+"""A sample of the audit: `make audit` goes through all of keras.ops and keras.layers."""
 
+import importlib
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
-from keras import distribution
 
 from bench import on_ranks
-from keras_spmd.distribution_lib import _to_backend_mesh
-from meshes import grid, model_parallel
+from meshes import grid
 
 AUDIT = Path(__file__).parent.parent / "audit"
 SAMPLE = {
@@ -21,52 +20,93 @@ SAMPLE = {
     "searching": ["searchsorted", "digitize", "top_k"],
     "products": ["einsum", "solve_triangular", "conv"],
 }
+LAYERS = {
+    "dense": ["Dense", "Embedding", "Dropout"],
+    "normalization": ["BatchNormalization", "LayerNormalization"],
+    "convolution": ["Conv1D", "MaxPooling2D"],
+    "recurrent": ["SimpleRNN"],
+    "images": ["RandomFlip", "Resizing"],
+}
 # No way to split these: each result needs all of the input.
 REPLICATED = {"aten.view.default", "aten._unsafe_view.default", "aten.squeeze.default"}
 
 
-def rows(names, run_name):
+def module(name):
     sys.path.insert(0, str(AUDIT))
     try:
-        import worker
-        from cases import CASES
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(AUDIT))
-    mesh = grid()
-    distribution.set_distribution(model_parallel({}, mesh))
+
+
+def rows(kind, names, mode, dtypes=("float32",)):
+    worker = module("worker")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
             row
-            for case in CASES
-            if case.name in names
-            for row in worker.audit(case, _to_backend_mesh(mesh), getattr(worker, run_name), 0)
+            for case in worker.cases_of(kind)
+            if case.name in names and case.dtype in dtypes
+            for row in worker.audit(case, grid(), mode)
         ]
+
+
+def wrong(found):
+    return [row for row in found if row["wrong"]]
 
 
 @pytest.mark.parametrize("names", SAMPLE.values(), ids=SAMPLE)
 @on_ranks(4)
 def test_ops_with_inputs_laid_out_in_every_way(names):
-    found = rows(names, "eager")
+    found = rows("ops", names, "eager")
     assert len(found) > 8
-    assert [row for row in found if row["wrong"]] == []
+    assert wrong(found) == []
     assert {op for row in found for op in row["replicated"]} <= REPLICATED
 
 
 @on_ranks(4)
 def test_the_same_captured():
-    found = rows(["add", "softmax", "matmul", "take", "cumsum"], "captured")
-    assert [row for row in found if row["wrong"]] == []
+    found = rows("ops", ["add", "softmax", "matmul", "take", "cumsum"], "captured")
+    assert all(row["captured"] for row in found)
+    assert wrong(found) == []
+
+
+@on_ranks(4)
+def test_integers_and_bfloat16():
+    found = rows("ops", ["add", "mean", "matmul"], "eager", ("bfloat16", "int32"))
+    assert {row["dtype"] for row in found} == {"bfloat16", "int32"}
+    assert wrong(found) == []
+
+
+@pytest.mark.parametrize("names", LAYERS.values(), ids=LAYERS)
+@on_ranks(4)
+def test_layers_with_inputs_and_weights_laid_out_in_every_way(names):
+    found = rows("layers", names, "eager")
+    assert len(found) > 8
+    assert wrong(found) == []
+
+
+@on_ranks(4)
+def test_a_layer_captured():
+    found = rows("layers", ["Dense"], "captured")
+    assert {row["weights"] for row in found} == {"R", "S"}
+    assert wrong(found) == []
 
 
 def test_every_function_has_a_case():
     import keras
 
-    sys.path.insert(0, str(AUDIT))
-    try:
-        from cases import CASES, WITHOUT_TENSORS
-    finally:
-        sys.path.remove(str(AUDIT))
-    functions = {name for name in dir(keras.ops) if callable(getattr(keras.ops, name))}
-    covered = {case.name for case in CASES} | set(WITHOUT_TENSORS)
-    assert {name for name in functions if not name.startswith("_")} == covered
+    cases = module("cases")
+    modules = {"": keras.ops, "image.": keras.ops.image}
+    functions = {
+        prefix + name
+        for prefix, space in modules.items()
+        for name in dir(space)
+        if callable(getattr(space, name)) and not name.startswith("_")
+    }
+    covered = {case.name for case in cases.CASES} | set(cases.WITHOUT_TENSORS)
+    assert functions == covered
+
+
+def test_every_layer_has_a_case():
+    assert module("layer_cases").missing() == []

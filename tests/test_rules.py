@@ -522,7 +522,7 @@ def test_scatter_with_reductions():
     for dim in (0, 1):
         target = value(5, 8) if dim == 0 else value(9, 8)
         for placed_index in (index, fully_sharded(index, 0), fully_sharded(index, 1)):
-            for reduction in ("sum", "amax", "amin", "mean"):
+            for reduction in ("sum", "prod", "amax", "amin", "mean"):
                 check(
                     lambda a, b, dim=dim, i=placed_index, how=reduction: a.scatter_reduce(
                         dim, i, b, how
@@ -599,3 +599,74 @@ def test_slices_are_written_where_they_are():
     expected = keras.ops.slice_update(cache, start, corner)
     for dim in range(3):
         assert_same(keras.ops.slice_update(fully_sharded(cache, dim), start, corner), expected)
+
+
+@on_ranks(2, 4)
+def test_counts_of_sharded_numbers_add_up():
+    activate()
+    numbers, weights = torch.tensor([0, 3, 1, 3, 5, 0, 2, 3]), value(8)
+    rows = fully_sharded(numbers, 0)
+    with CommDebugMode() as communication:
+        counts = torch.bincount(rows, minlength=4)
+        histogram, _ = torch.histogram(fully_sharded(weights, 0), 4, range=(-2.0, 2.0))
+    # How many counts there are is the only thing to agree upon.
+    assert communication.get_total_counts() == 1
+    assert counts.placements == histogram.placements == (Partial(),)
+    assert_same(counts, torch.bincount(numbers))
+    assert_same(torch.bincount(rows, weights), torch.bincount(numbers, weights))
+    assert_same(histogram, torch.histogram(weights, 4, range=(-2.0, 2.0))[0])
+
+
+@on_ranks(2, 4)
+def test_filling_with_a_tensor():
+    activate()
+    for number in (torch.tensor(3.0), partial(torch.tensor(3.0))):
+        for x in (fully_sharded(value(8, 3), 0), partial(value(8, 3)), value(8, 3)):
+            assert_same(x.fill_(number), torch.full((8, 3), 3.0))
+
+
+@on_ranks(2, 4)
+def test_a_sharded_dim_that_falls_apart_is_gathered():
+    activate()
+    x = value(4, 8)
+    for kind in (0, 1, "partial"):
+        for dim in (0, 1):
+            parts = torch.unbind(placed(x, kind), dim)
+            assert_same(torch.stack(parts, dim).detach(), x)
+    assert torch.unbind(fully_sharded(x, 1), 0)[0].placements == (Shard(0),)
+
+
+@on_ranks(2, 4)
+def test_windows_over_rows_stay_with_the_rows():
+    activate()
+    x = value(4, 12)
+    with CommDebugMode() as communication:
+        windows = torch.as_strided(fully_sharded(x, 0), (4, 5, 4), (12, 2, 1))
+        others = fully_sharded(x, 0).unfold(1, 4, 2)
+    assert communication.get_total_counts() == 0
+    assert windows.placements == others.placements == (Shard(0),)
+    assert_same(windows, torch.as_strided(x, (4, 5, 4), (12, 2, 1)))
+    assert_same(others, x.unfold(1, 4, 2))
+    kinds = [(kind,) for kind in (0, 1, "partial")]
+    check(lambda x: x.unfold(1, 4, 2), [x], kinds)
+
+
+@on_ranks(2, 4)
+def test_pending_sums_of_integers_stay_integers():
+    """torch makes a pending sum of a whole tensor by dividing it, and integers became floats."""
+    activate()
+    x = torch.arange(12, dtype=torch.int32).reshape(3, 4)
+    for result in (partial(x) + x, x - partial(x), partial(x) * x, partial(x).add_(x)):
+        assert result.dtype == torch.int32
+    assert_same(partial(x) + x, x + x)
+
+
+@on_ranks(4)
+def test_a_dim_on_two_axes_that_is_merged_with_one_before_it():
+    """torch forgot the order of such shards, and then couldn't take them apart again."""
+    mesh = grid()
+    distribution.set_distribution(model_parallel({}, mesh))
+    x = value(2, 8, 3)
+    both = distribute_tensor(x, mesh.backend_mesh, [Shard(1), Shard(1)])
+    assert_same(both.reshape(-1), x.reshape(-1))
+    assert_same((both.reshape(-1) * 2).reshape(2, 8, 3), x * 2)

@@ -79,14 +79,19 @@ def wrap(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
 ) -> DTensor:
-    """A DTensor from this rank's part. `shape` is the global one, if it is another."""
+    """A DTensor from this rank's part.
+
+    `shape` is the global one, if it is another, and `stride` how the whole lies in memory, if that
+    is not as its part does.
+    """
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     local_tensor = local_tensor.detach()
     spec = _spec(local_tensor, mesh, tuple(placements))
     if shape is not None and tuple(shape) != tuple(local_tensor.shape):
-        stride = _stride_like(local_tensor, shape)
+        stride = _stride_like(local_tensor, shape) if stride is None else tuple(stride)
         meta = TensorMeta(shape=torch.Size(shape), stride=stride, dtype=local_tensor.dtype)
         spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     return DTensor(local_tensor, spec, requires_grad=False)

@@ -5,16 +5,21 @@ Pending sums are behind most of these, so they are taken first and the op is tri
 left runs replicated.
 """
 
+import contextlib
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from keras_spmd._capturing import is_capturing
 from keras_spmd.rules._specs import is_pending, local_as, replicated, without_partial, wrap
 from keras_spmd.rules.fallback import run_replicated, written_arguments
 
@@ -34,10 +39,14 @@ def deciding_or(original: Callable) -> Callable:
         op_info: Any,
         try_cache: bool,
     ) -> Any:
+        if op is torch.ops.aten.unbind.int and _is_sharded_on(args[0], *args[1:], **kwargs):
+            # torch would rather fail than gather the one dim that falls apart.
+            return op(_whole_along(args[0], *args[1:], **kwargs), *args[1:], **kwargs)
         if _means_all_dims(op, args):
             return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
         try:
-            decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
+            with _untraced(op_info):
+                decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
         except (NotImplementedError, RuntimeError) as no_rule:
             if _has_pending((args, kwargs)):
                 return _run_without_pending_sums(op, args, kwargs)
@@ -59,6 +68,22 @@ def deciding_or(original: Callable) -> Callable:
         return decision
 
     return decide
+
+
+def _untraced(op_info: Any) -> contextlib.AbstractContextManager:
+    """Keep what torch computes for a decision out of a trace, where every op takes long.
+
+    It asks small tensors of indices how uneven shards would move. Sizes that are symbols of the
+    trace mean nothing outside of it.
+    """
+    if is_capturing() and not any(map(_is_symbolic, tree_leaves(op_info.schema.args_schema))):
+        return _disable_current_modes()
+    return contextlib.nullcontext()
+
+
+def _is_symbolic(x: Any) -> bool:
+    sizes = x.shape if _is_spec(x) else (x,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def hash_of_partial(placement: Partial) -> int:
@@ -116,28 +141,47 @@ _VIEWS = ("view", "_unsafe_view", "reshape", "unflatten")
 
 
 def _is_too_fine(x: Any, decision: Any) -> bool:
-    """Whether several axes share a dim that doesn't divide by all of them, or would.
+    """Whether several axes share a dim in a way that torch can't follow, or would.
 
-    torch looks at one axis at a time when it splits or merges dims.
+    It looks at one axis at a time when it splits or merges dims, which fails if the dim doesn't
+    divide by all of them, and if the shards are not in one piece.
     """
     specs = [getattr(x, "_spec", None), getattr(decision, "output_spec", None)]
-    return any(isinstance(spec, DTensorSpec) and _shares_unevenly(spec) for spec in specs)
+    return any(isinstance(spec, DTensorSpec) and _shares_badly(spec) for spec in specs)
 
 
-def _shares_unevenly(spec: DTensorSpec) -> bool:
-    shards: dict[int, int] = {}
+def _shares_badly(spec: DTensorSpec) -> bool:
+    axes_of: dict[int, list[int]] = {}
     for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, Shard):
-            shards[placement.dim] = shards.get(placement.dim, 1) * spec.mesh.size(axis)
-    dims = [p.dim for p in spec.placements if isinstance(p, Shard)]
-    return any(dims.count(dim) > 1 and spec.shape[dim] % count for dim, count in shards.items())
+        if isinstance(placement, (Shard, _StridedShard)):
+            axes_of.setdefault(placement.dim, []).append(axis)
+    return any(
+        len(axes) > 1
+        and (
+            spec.shape[dim] % math.prod(spec.mesh.size(axis) for axis in axes) != 0
+            or any(isinstance(spec.placements[axis], _StridedShard) for axis in axes)
+        )
+        for dim, axes in axes_of.items()
+    )
 
 
 def _with_one_axis_for_each_dim(x: DTensor) -> DTensor:
-    placements = [
-        Replicate() if isinstance(p, Shard) and p in x.placements[:axis] else p
-        for axis, p in enumerate(x.placements)
-    ]
+    placements: list[Placement] = []
+    taken: set[int] = set()
+    for p in x.placements:
+        dim = p.dim if isinstance(p, (Shard, _StridedShard)) else None
+        placements.append(Replicate() if dim in taken else p)
+        if dim is not None:
+            taken.add(dim)
+    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
+
+
+def _is_sharded_on(x: Any, dim: int = 0) -> bool:
+    return isinstance(x, DTensor) and Shard(dim % x.ndim) in x.placements
+
+
+def _whole_along(x: DTensor, dim: int = 0) -> DTensor:
+    placements = [Replicate() if p == Shard(dim % x.ndim) else p for p in x.placements]
     return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
 
 
@@ -170,15 +214,23 @@ def _would_move_its_target(
 
 
 def _is_impossible(decision: OutputSharding, asked: OpSchema) -> bool:
-    """Whether torch decided what it then can't do, such as to turn a shard into a pending sum."""
+    """Whether torch decided what it then can't do, such as to turn a shard into a pending sum.
+
+    A whole tensor becomes a pending sum by a division, and integers would become floats.
+    """
     return any(
         len(a.placements) != len(b.placements)
         or any(
-            isinstance(q, Partial) and not p.is_replicate() and p != q
+            isinstance(q, Partial) and p != q and not (p.is_replicate() and _can_be_divided(a))
             for p, q in zip(a.placements, b.placements, strict=True)
         )
         for a, b in _moves(decision, asked)
     )
+
+
+def _can_be_divided(spec: DTensorSpec) -> bool:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.dtype.is_floating_point or spec.tensor_meta.dtype.is_complex
 
 
 def _invents_shards(decision: OutputSharding, asked: OpSchema) -> bool:

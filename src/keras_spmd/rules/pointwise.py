@@ -1,4 +1,4 @@
-"""Gradients of activations, which torch has no rules for: an element needs nothing but itself."""
+"""Ops on each element by itself that torch has no rules for; many are gradients of activations."""
 
 from typing import Any
 
@@ -20,6 +20,24 @@ def activation_backward(grad: Any, x: Any, *numbers: Any) -> list:
         ([placement], [placement, placement, *rest])
         for placement in (Replicate(), *map(Shard, range(len(x.shape))))
     ]
+
+
+@sharding("aten.complex.default")
+def complex_number(real: Any, imaginary: Any) -> list:
+    """Of two tensors of one shape; a broadcast one is whole."""
+    rank = max(len(real.shape), len(imaginary.shape))
+    choices: list = [([Replicate()], [Replicate(), Replicate()])]
+    if tuple(real.shape) == tuple(imaginary.shape):
+        choices += [([Shard(dim)], [Shard(dim), Shard(dim)]) for dim in range(rank)]
+    return choices
+
+
+@sharding("aten.log_sigmoid_forward.default")
+def log_sigmoid(x: Any) -> list:
+    """On GPUs the buffer that it returns too has no elements."""
+    if x.mesh.device_type != "cpu":
+        return [([Replicate(), Replicate()], [Replicate()])]
+    return [([p, p], [p]) for p in (Replicate(), *map(Shard, range(len(x.shape))))]
 
 
 @sharding("aten.log_sigmoid_backward.default")

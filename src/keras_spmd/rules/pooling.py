@@ -2,9 +2,12 @@
 
 from typing import Any
 
-from torch.distributed.tensor import Replicate, Shard
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from keras_spmd.rules._registry import sharding
+from keras_spmd._layouts import local_shape_and_offset
+from keras_spmd.rules._registry import handler, sharding
+from keras_spmd.rules._specs import local_as, wrap
 
 
 def _before_windows(x: Any, spatial: int) -> list:
@@ -30,6 +33,11 @@ def max_pool_3d_backward(grad: Any, x: Any, *rest: Any) -> list:
     return [([p], [p, p, *window, p]) for p in _before_windows(x, 3)]
 
 
+@sharding("aten._adaptive_avg_pool3d_backward.default")
+def adaptive_average_pool_3d_backward(grad: Any, x: Any) -> list:
+    return [([p], [p, p]) for p in _before_windows(x, 3)]
+
+
 @sharding("aten.adaptive_max_pool2d_backward.default")
 def adaptive_max_pool_backward(grad: Any, x: Any, indices: Any) -> list:
     return [([p], [p, p, p]) for p in _before_windows(x, 2)]
@@ -38,6 +46,27 @@ def adaptive_max_pool_backward(grad: Any, x: Any, indices: Any) -> list:
 @sharding("aten.adaptive_max_pool3d_backward.default")
 def adaptive_max_pool_3d_backward(grad: Any, x: Any, indices: Any) -> list:
     return [([p], [p, p, p]) for p in _before_windows(x, 3)]
+
+
+@sharding("aten.unfold.default", "aten.unfold_copy.default")
+def unfold(x: Any, dim: int, size: int, step: int) -> list:
+    rank = len(x.shape)
+    others = [Shard(d) for d in range(rank) if d != dim % max(rank, 1)]
+    return [([p], [p, None, None, None]) for p in (Replicate(), *others)]
+
+
+@handler("aten.unfold_backward.default")
+def unfold_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Not a matter of placements alone: it is told the sizes of the whole."""
+    grad, sizes, dim, *window = args
+    mesh, rank = grad.device_mesh, len(sizes)
+    placements: list[Placement] = [
+        p if isinstance(p, Shard) and p.dim < rank and p.dim != dim % rank else Replicate()
+        for p in grad.placements
+    ]
+    local_sizes, _ = local_shape_and_offset(sizes, mesh, placements)
+    result = op(local_as(grad, mesh, placements), local_sizes, dim, *window)
+    return wrap(result, mesh, placements, sizes)
 
 
 @sharding("aten.im2col.default", "aten.col2im.default")

@@ -1,14 +1,17 @@
 """Ops that change the shape of a tensor in place, and `as_strided`.
 
-torch has no rule for the former, and its own handler refuses the latter.
+torch has no rule for the former, and its own handler refuses the latter, also where every row of
+the result is a window over one row, as in spectrograms.
 """
 
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from keras_spmd.rules._registry import handler
+from keras_spmd.rules._specs import wrap
 from keras_spmd.rules.fallback import run_replicated
 
 
@@ -37,4 +40,18 @@ def as_strided(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     if tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not offset:
         return torch.ops.aten.alias.default(x)
+    if not offset and _stays_within_rows(x, size, stride):
+        local = x._local_tensor
+        mine = op(local, [local.shape[0], *size[1:]], stride, *args[3:], **kwargs)
+        return wrap(mine, x.device_mesh, x.placements, size, stride)
     return run_replicated(op, args, kwargs)
+
+
+def _stays_within_rows(x: DTensor, size: list[int], stride: list[int]) -> bool:
+    """Whether only the first dim is sharded, and each row of the result is made of one row."""
+    if any(not p.is_replicate() and p != Shard(0) for p in x.placements) or not x.ndim or not size:
+        return False
+    if x.stride() != x._local_tensor.stride() or not x._local_tensor.is_contiguous():
+        return False
+    reach = sum((n - 1) * step for n, step in zip(size[1:], stride[1:], strict=True))
+    return size[0] == x.shape[0] and stride[0] == x.stride(0) and reach < stride[0]

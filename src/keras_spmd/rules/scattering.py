@@ -15,7 +15,9 @@ from keras_spmd.rules._specs import local_as, mesh_of, wrap
 from keras_spmd.rules.fallback import run_replicated
 
 # What the results of the ranks are combined with, for each reduction.
-_COMBINED_BY = {"sum": "sum", "amax": "max", "amin": "min"}
+_COMBINED_BY = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}
+# What ranks start from that don't have what the result starts from; None: all may have it.
+_NEUTRAL = {"sum": 0, "prod": 1}
 
 
 def _plan(mesh: DeviceMesh, target: Any, dim: int, index: Any, source: Any) -> tuple[list, list]:
@@ -75,6 +77,5 @@ def scatter_add(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
 def scatter_reduce(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     reduction = args[4]
     if reduction in _COMBINED_BY and kwargs.get("include_self", True):
-        neutral = 0 if reduction == "sum" else None
-        return _scatter(op, args, kwargs, _COMBINED_BY[reduction], neutral)
+        return _scatter(op, args, kwargs, _COMBINED_BY[reduction], _NEUTRAL.get(reduction))
     return run_replicated(op, args, kwargs)

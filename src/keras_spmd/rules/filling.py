@@ -1,0 +1,30 @@
+"""Filling a tensor with a number that is a tensor: each rank fills its own part.
+
+torch's rule wants the number to lie like the tensor it goes into.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from keras_spmd.rules._registry import handler
+from keras_spmd.rules._specs import to_replicated
+from keras_spmd.rules.writing import write_through
+
+
+@handler("aten.fill_.Tensor")
+def fill(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    x, value = args
+    number = to_replicated(value) if isinstance(value, DTensor) else value
+    if not isinstance(x, DTensor):
+        return op(x, number)
+    op(x._local_tensor, number if _counts_here(x) else torch.zeros_like(number))
+    write_through(x)
+    return x
+
+
+def _counts_here(x: DTensor) -> bool:
+    """Of a pending sum one rank has the number and the others zero."""
+    coordinate = x.device_mesh.get_coordinate()
+    return not any(p == Partial() and coordinate[i] for i, p in enumerate(x.placements))
