@@ -105,8 +105,16 @@ def _replicated(by_name: dict) -> list[str]:
 
 # Why an op has no way to work on shards, for layouts in which it has none.
 REASONS = {
-    "view": "the shards of a dim are cut or joined unevenly",
-    "_unsafe_view": "the shards of a dim are cut or joined unevenly",
+    "view": "a dim whose shards are not of one size is merged with another, or split",
+    "_unsafe_view": "a dim whose shards are not of one size is merged with another, or split",
+    "index": "how many elements a mask selects depends on all of it",
+    "index_put": "writes by a mask, or to elements that may be on any rank",
+    "index_put_": "writes by a mask, or to elements that may be on any rank",
+    "_unique2": "how many there are, and which, depends on all numbers",
+    "nonzero": "how many there are depends on all numbers",
+    "bincount": "in a graph: how many counts there are depends on the numbers",
+    "linalg_lstsq": "every number of the result depends on all of the matrix",
+    "as_strided": "a window may reach over the borders of shards",
 }
 
 

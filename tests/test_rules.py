@@ -659,6 +659,9 @@ def test_pending_sums_of_integers_stay_integers():
     for result in (partial(x) + x, x - partial(x), partial(x) * x, partial(x).add_(x)):
         assert result.dtype == torch.int32
     assert_same(partial(x) + x, x + x)
+    written, expected = partial(x), x.clone()
+    written[:, 1], expected[:, 1] = written[:, 3] + 4, expected[:, 3] + 4
+    assert_same(written, expected)
 
 
 @on_ranks(4)
@@ -670,3 +673,31 @@ def test_a_dim_on_two_axes_that_is_merged_with_one_before_it():
     both = distribute_tensor(x, mesh.backend_mesh, [Shard(1), Shard(1)])
     assert_same(both.reshape(-1), x.reshape(-1))
     assert_same((both.reshape(-1) * 2).reshape(2, 8, 3), x * 2)
+
+
+@on_ranks(2, 4)
+def test_a_sharded_dim_of_one_element():
+    """One rank has it and the others have nothing, which torch can't expand, squeeze or reshape."""
+    mesh = line()
+    distribution.set_distribution(model_parallel({}, mesh))
+    x = value(4, 1, 3)
+    one = DTensor.from_local(
+        x if mesh.backend_mesh.get_local_rank() == 0 else x[:, :0],
+        mesh.backend_mesh,
+        [Shard(1)],
+        run_check=False,
+        shape=x.shape,
+        stride=x.stride(),
+    )
+    assert_same(one.expand(4, 5, 3), x.expand(4, 5, 3))
+    assert_same(one.squeeze(), x.squeeze())
+    assert_same(one.reshape(12), x.reshape(12))
+
+
+@on_ranks(2, 4)
+def test_views_as_numbers_of_another_size():
+    activate()
+    x = value(4, 12)
+    for kind in (0, 1, "partial"):
+        for dtype in (torch.int32, torch.int8, torch.int64):
+            assert_same(placed(x, kind).detach().view(dtype), x.view(dtype))

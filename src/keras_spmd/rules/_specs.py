@@ -123,10 +123,19 @@ def reduce_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int, how: st
 
 def overwrite(target: DTensor, value: torch.Tensor) -> None:
     """Write a global value, that every rank has, into the shards of `target`."""
-    mesh = target.device_mesh
-    source = _spec(value, mesh, replicated(mesh))
-    wanted = DTensorSpec(mesh, target.placements, tensor_meta=source.tensor_meta)
-    target._local_tensor.copy_(redistribute_local_tensor(value, source, wanted))
+    part = local_as(value, target.device_mesh, without_partial(target.placements))
+    target._local_tensor.copy_(part if counts_here(target) else torch.zeros_like(part))
+
+
+def counts_here(target: DTensor) -> bool:
+    """Whether a value that is written into `target` belongs on this rank.
+
+    Of a pending sum one rank has it and the others zeros. torch would divide it, but integers
+    can't be divided.
+    """
+    coordinate = target.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return not any(p == Partial() and coordinate[i] for i, p in enumerate(target.placements))
 
 
 def nbytes(tensor: DTensor) -> int:

@@ -50,13 +50,18 @@ def deciding_or(original: Callable) -> Callable:
         except (NotImplementedError, RuntimeError) as no_rule:
             if _has_pending((args, kwargs)):
                 return _run_without_pending_sums(op, args, kwargs)
+            if any(map(_shards_one_element, tree_leaves((args, kwargs)))):
+                args, kwargs = tree_map(_with_whole_elements, (args, kwargs))
+                return op(*args, **kwargs)
             return run_replicated(op, args, kwargs, no_rule)
         if _writes_by_mask(op, args) or op.overloadpacket.__name__ in _WRONG:
             return run_replicated(op, args, kwargs)
         if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
             return run_replicated(op, args, kwargs)
         if op.overloadpacket.__name__ in _VIEWS and _is_too_fine(args[0], decision):
-            return op(_with_one_axis_for_each_dim(args[0]), *args[1:], **kwargs)
+            coarser = _with_one_axis_for_each_dim(args[0])
+            if coarser.placements != args[0].placements:
+                return op(coarser, *args[1:], **kwargs)
         if isinstance(decision, OutputSharding) and (
             _is_impossible(decision, op_info.schema)
             or _invents_shards(decision, op_info.schema)
@@ -127,9 +132,7 @@ def _means_all_dims(op: torch._ops.OpOverload, args: tuple) -> bool:
 
 
 def _rounds(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether numbers become coarser ones, or others: not the same for the parts of a sum."""
-    if op is torch.ops.aten.view.dtype:
-        return True
+    """Whether numbers become coarser ones: not the same for the parts of a sum."""
     dtype = kwargs.get("dtype")
     if op is not torch.ops.aten._to_copy.default or dtype is None:
         return False
@@ -173,6 +176,22 @@ def _with_one_axis_for_each_dim(x: DTensor) -> DTensor:
         placements.append(Replicate() if dim in taken else p)
         if dim is not None:
             taken.add(dim)
+    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
+
+
+def _shards_one_element(x: Any) -> bool:
+    """Whether a dim of size 1 is sharded, so that one rank has it and the others have nothing."""
+    return isinstance(x, DTensor) and any(
+        isinstance(p, Shard) and x.shape[p.dim] == 1 for p in x.placements
+    )
+
+
+def _with_whole_elements(x: Any) -> Any:
+    if not _shards_one_element(x):
+        return x
+    placements = [
+        Replicate() if isinstance(p, Shard) and x.shape[p.dim] == 1 else p for p in x.placements
+    ]
     return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
 
 

@@ -6,10 +6,10 @@ torch's rule wants the number to lie like the tensor it goes into.
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import to_replicated
+from keras_spmd.rules._specs import counts_here, to_replicated
 from keras_spmd.rules.writing import write_through
 
 
@@ -19,12 +19,6 @@ def fill(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     number = to_replicated(value) if isinstance(value, DTensor) else value
     if not isinstance(x, DTensor):
         return op(x, number)
-    op(x._local_tensor, number if _counts_here(x) else torch.zeros_like(number))
+    op(x._local_tensor, number if counts_here(x) else torch.zeros_like(number))
     write_through(x)
     return x
-
-
-def _counts_here(x: DTensor) -> bool:
-    """Of a pending sum one rank has the number and the others zero."""
-    coordinate = x.device_mesh.get_coordinate()
-    return not any(p == Partial() and coordinate[i] for i, p in enumerate(x.placements))

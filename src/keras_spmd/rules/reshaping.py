@@ -1,17 +1,18 @@
-"""Ops that change the shape of a tensor in place, and `as_strided`.
+"""Ops that change the shape of a tensor in place, `as_strided`, and views as another dtype.
 
 torch has no rule for the former, and its own handler refuses the latter, also where every row of
-the result is a window over one row, as in spectrograms.
+the result is a window over one row, as in spectrograms. To its rule for the last a shard is like
+any other, whatever the sizes of the numbers.
 """
 
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import wrap
+from keras_spmd.rules._specs import local_as, without_partial, wrap
 from keras_spmd.rules.fallback import run_replicated
 
 
@@ -55,3 +56,15 @@ def _stays_within_rows(x: DTensor, size: list[int], stride: list[int]) -> bool:
         return False
     reach = sum((n - 1) * step for n, step in zip(size[1:], stride[1:], strict=True))
     return size[0] == x.shape[0] and stride[0] == x.stride(0) and reach < stride[0]
+
+
+@handler("aten.view.dtype")
+def view_as_dtype(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Numbers of another size are made of several of the last dim, or several of them of one."""
+    x, dtype = args
+    shape, placements = list(x.shape), list(without_partial(x.placements))
+    if x.ndim and x.dtype.itemsize != dtype.itemsize:
+        last = Shard(x.ndim - 1)
+        placements = [Replicate() if p == last else p for p in placements]
+        shape[-1] = shape[-1] * x.dtype.itemsize // dtype.itemsize
+    return wrap(op(local_as(x, x.device_mesh, placements), dtype), x.device_mesh, placements, shape)
