@@ -22,10 +22,10 @@ SAMPLE = {
 }
 LAYERS = {
     "dense": ["Dense", "Embedding", "Dropout"],
-    "normalization": ["BatchNormalization", "LayerNormalization"],
-    "convolution": ["Conv1D", "MaxPooling2D"],
+    "normalization": ["BatchNormalization"],
+    "convolution": ["Conv1D"],
     "recurrent": ["SimpleRNN"],
-    "images": ["RandomFlip", "Resizing"],
+    "images": ["RandomFlip"],
 }
 # No way to split these: each result needs all of the input.
 REPLICATED = {"aten.view.default", "aten._unsafe_view.default", "aten.squeeze.default"}
@@ -56,7 +56,7 @@ def wrong(found):
 
 
 @pytest.mark.parametrize("names", SAMPLE.values(), ids=SAMPLE)
-@on_ranks(4)
+@on_ranks(4, timeout=180)
 def test_ops_with_inputs_laid_out_in_every_way(names):
     found = rows("ops", names, "eager")
     assert len(found) > 8
@@ -79,7 +79,7 @@ def test_integers_and_bfloat16():
 
 
 @pytest.mark.parametrize("names", LAYERS.values(), ids=LAYERS)
-@on_ranks(4)
+@on_ranks(4, timeout=180)
 def test_layers_with_inputs_and_weights_laid_out_in_every_way(names):
     found = rows("layers", names, "eager")
     assert len(found) > 8
