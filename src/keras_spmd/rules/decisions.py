@@ -6,13 +6,12 @@ left runs replicated.
 """
 
 import contextlib
-import math
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -147,35 +146,33 @@ def _is_too_fine(x: Any, decision: Any) -> bool:
     """Whether several axes share a dim in a way that torch can't follow, or would.
 
     It looks at one axis at a time when it splits or merges dims, which fails if the dim doesn't
-    divide by all of them, and if the shards are not in one piece.
+    divide by all of them, and if both axes end up with shards that are not in one piece.
     """
-    specs = [getattr(x, "_spec", None), getattr(decision, "output_spec", None)]
-    return any(isinstance(spec, DTensorSpec) and _shares_badly(spec) for spec in specs)
-
-
-def _shares_badly(spec: DTensorSpec) -> bool:
-    axes_of: dict[int, list[int]] = {}
-    for axis, placement in enumerate(spec.placements):
-        if isinstance(placement, (Shard, _StridedShard)):
-            axes_of.setdefault(placement.dim, []).append(axis)
-    return any(
-        len(axes) > 1
-        and (
-            spec.shape[dim] % math.prod(spec.mesh.size(axis) for axis in axes) != 0
-            or any(isinstance(spec.placements[axis], _StridedShard) for axis in axes)
-        )
-        for dim, axes in axes_of.items()
+    before, after = getattr(x, "_spec", None), getattr(decision, "output_spec", None)
+    if any(isinstance(spec, DTensorSpec) and _shares_unevenly(spec) for spec in (before, after)):
+        return True
+    if not isinstance(before, DTensorSpec) or not isinstance(after, DTensorSpec):
+        return False
+    is_shared = any(
+        isinstance(p, Shard) and before.placements.count(p) > 1 for p in before.placements
     )
+    return is_shared and any(isinstance(p, _StridedShard) for p in after.placements)
+
+
+def _shares_unevenly(spec: DTensorSpec) -> bool:
+    shards: dict[int, int] = {}
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            shards[placement.dim] = shards.get(placement.dim, 1) * spec.mesh.size(axis)
+    dims = [p.dim for p in spec.placements if isinstance(p, Shard)]
+    return any(dims.count(dim) > 1 and spec.shape[dim] % count for dim, count in shards.items())
 
 
 def _with_one_axis_for_each_dim(x: DTensor) -> DTensor:
-    placements: list[Placement] = []
-    taken: set[int] = set()
-    for p in x.placements:
-        dim = p.dim if isinstance(p, (Shard, _StridedShard)) else None
-        placements.append(Replicate() if dim in taken else p)
-        if dim is not None:
-            taken.add(dim)
+    placements = [
+        Replicate() if isinstance(p, Shard) and p in x.placements[:axis] else p
+        for axis, p in enumerate(x.placements)
+    ]
     return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
 
 
