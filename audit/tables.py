@@ -114,6 +114,7 @@ REASONS = {
     "nonzero": "how many there are depends on all numbers",
     "bincount": "in a graph: how many counts there are depends on the numbers",
     "linalg_lstsq": "every number of the result depends on all of the matrix",
+    "add_": "what is added lies otherwise than the tensor that it is added to",
     "as_strided": "a window may reach over the borders of shards",
 }
 
