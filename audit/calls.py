@@ -34,6 +34,8 @@ class Cost(TorchDispatchMode):
         self.count = self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # Its own dispatch first, so that this sees what it calls.
         if func.namespace == "_c10d_functional" and func._opname in COLLECTIVES:
             self.count += 1
             self.bytes += sum(

@@ -19,11 +19,13 @@ device can't capture runs eagerly and counts as that. Collectives and bytes are 
 with its gradients takes, eager and captured, for inputs of 20 to 500 numbers.
 """
 INTRODUCTIONS = {
-    "ops": f"# Every function of keras.ops on a mesh\n\nWritten by `make audit`. {HOW}",
+    "ops": f"# Every function of keras.ops on a mesh\n\nWritten by `make audit`.\n\n{HOW}",
     "layers": f"""\
 # Every layer of keras.layers on a mesh
 
-Written by `make audit`. {HOW}
+Written by `make audit`.
+
+{HOW}
 Each layer has its variables replicated and, where it has some, each of them sharded on its last
 even dim. Random layers draw what a mesh of one draws.
 """,
