@@ -34,7 +34,7 @@ def run(kind: str, mode: str, only: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     command += ["--standalone", str(WORKER), str(path), kind, mode]
     command += ["--only", *only] if only else []
-    environment = {**os.environ, "KERAS_BACKEND": "torch", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = path.with_suffix(".log")
     while True:
         before = len(rows_of(kind, mode))
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES)
     parser.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()
+    os.environ["KERAS_BACKEND"] = "torch"
     wrong = 0
     for mode in [arguments.mode] if arguments.mode else MODES:
         for kind in [arguments.kind] if arguments.kind else KINDS:
