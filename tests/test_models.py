@@ -1,6 +1,7 @@
 """Any model, built under any distribution and called eagerly: outputs and gradients are those of
 the same model without one."""
 
+import contextlib
 import warnings
 
 import keras
@@ -11,6 +12,7 @@ from keras import distribution, layers
 
 import keras_spmd
 from bench import on_ranks
+from jit import captured
 from keras_spmd.distribution_lib import num_processes
 from meshes import assert_same, grid, line, model_parallel, whole
 
@@ -207,6 +209,33 @@ def test_models(name):
             for a, b in zip(got, expected, strict=True):
                 scale = max(1.0, float(np.abs(b).max()))
                 np.testing.assert_allclose(a, b, 1e-4, 1e-5 * scale, err_msg=f"{name} {label}")
+
+
+@on_ranks(2, 4, timeout=180)
+@pytest.mark.parametrize("wrapper", [contextlib.nullcontext, captured], ids=["eager", "captured"])
+def test_a_batch_that_does_not_divide_evenly_is_not_gathered(wrapper):
+    """Attention and Dense layers merge its rows, of which no rank has as many as another."""
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 16, (7, 6)), rng.integers(0, 16, (7, 6))
+
+    def run():
+        keras.utils.set_random_seed(0)
+        tokens = keras.Input((6,), dtype="int32")
+        z = layers.Embedding(16, 8)(tokens)
+        z = z + layers.MultiHeadAttention(4, 4)(z, z, use_causal_mask=True)
+        z = z + layers.Dense(8)(layers.Dense(16, activation="gelu")(z))
+        model = keras.Model(tokens, layers.Dense(16)(layers.LayerNormalization()(z)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        history = model.fit(x, y, batch_size=7, epochs=2, verbose=0).history["loss"]
+        return [history, model.predict(x, verbose=0), *map(whole, model.weights)]
+
+    expected = run()
+    with distribution.DataParallel().scope(), wrapper():
+        warnings.simplefilter("error", keras_spmd.ShardingWarning)
+        got = run()
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-5)
 
 
 @on_ranks(2, 4)

@@ -602,6 +602,37 @@ def test_slices_are_written_where_they_are():
 
 
 @on_ranks(2, 4)
+def test_rows_that_do_not_divide_evenly_are_merged_by_an_exchange():
+    activate()
+    x = value(7, 4, 6)
+    rows = fully_sharded(x, 0)
+    for shape in [(28, 6), (-1,), (7, 24), (14, 2, 6), (1, 7, 24), (1, 28, 6), (8, 21)]:
+        with CommDebugMode() as communication:
+            merged = rows.view(shape)
+            back = merged.view(7, 4, 6)
+        kinds = {str(op) for op in communication.get_comm_counts()}
+        assert kinds <= {"c10d_functional.all_to_all_single"}
+        assert merged.placements == (Shard(shape[0] == 1),)
+        assert back.placements == (Shard(0),)
+        assert_same(merged, x.view(shape))
+        assert_same(back, x)
+    check(lambda x, w: x @ w, [x, value(6, 3, seed=1)], [(0, None), (0, 1), (1, 0)])
+
+
+@on_ranks(4)
+def test_rows_are_merged_by_an_exchange_beside_another_axis():
+    mesh = grid()
+    distribution.set_distribution(model_parallel({}, mesh))
+    x = value(5, 3, 4)
+    for placements in ([Shard(0), Shard(2)], [Shard(2), Shard(0)], [Replicate(), Shard(0)]):
+        rows = distribute_tensor(x, mesh.backend_mesh, placements)
+        merged = rows.view(15, 4)
+        assert merged.placements == tuple(Shard(1) if p == Shard(2) else p for p in placements)
+        assert_same(merged, x.view(15, 4))
+        assert_same(merged.view(5, 3, 4), x)
+
+
+@on_ranks(2, 4)
 def test_counts_of_sharded_numbers_add_up():
     activate()
     numbers, weights = torch.tensor([0, 3, 1, 3, 5, 0, 2, 3]), value(8)

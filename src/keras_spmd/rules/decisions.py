@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from keras_spmd._capturing import is_capturing
 from keras_spmd.rules._specs import is_pending, local_as, replicated, without_partial, wrap
 from keras_spmd.rules.fallback import run_replicated, written_arguments
+from keras_spmd.rules.views import view_by_exchange
 
 
 def deciding_or(original: Callable) -> Callable:
@@ -52,7 +53,8 @@ def deciding_or(original: Callable) -> Callable:
             if any(map(_shards_one_element, tree_leaves((args, kwargs)))):
                 args, kwargs = tree_map(_with_whole_elements, (args, kwargs))
                 return op(*args, **kwargs)
-            return run_replicated(op, args, kwargs, no_rule)
+            moved = view_by_exchange(op, args)
+            return run_replicated(op, args, kwargs, no_rule) if moved is None else moved
         if _writes_by_mask(op, args) or op.overloadpacket.__name__ in _WRONG:
             return run_replicated(op, args, kwargs)
         if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
