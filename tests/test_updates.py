@@ -124,6 +124,26 @@ def test_a_result_that_shares_memory_with_a_variable():
     assert divided(lambda x: x.view(-1)) is None
 
 
+def test_a_number_that_the_step_overwrites():
+    """Updates use it as it was."""
+
+    def step(count, *variables):
+        for variable in variables:
+            variable.copy_(variable * count)
+        count.copy_(count + 1)
+        return (count * 2,)
+
+    def start():
+        return [torch.tensor(3.0), *(torch.full((2,), float(i)) for i in range(10))]
+
+    parts = _updates.divided(make_fx(step, tracing_mode="fake")(*start()))
+    run = parts.joined(lambda args: parts.module(*args), lambda module: lambda args: module(*args))
+    expected, got = start(), start()
+    results = step(*expected)
+    torch.testing.assert_close(run(got), results)
+    torch.testing.assert_close(got, expected)
+
+
 def test_a_result_that_is_a_view_of_a_variable(parts, monkeypatch):
 
     class Shows(keras.Model):
