@@ -47,6 +47,7 @@ def patches() -> list[Patch]:
         _promotion,
         _random,
         _reading,
+        _saving,
         _slices,
         _statistics,
         _stopping,
@@ -448,12 +449,27 @@ def patches() -> list[Patch]:
             Patch(
                 "keras.src.saving.saving_api",
                 name,
-                _files.save_or,
-                "all ranks gather the weights, one writes them",
+                _saving.save_or,
+                "rank 0 gets the weights and writes them",
                 everywhere=True,
             )
             for name in ("save_model", "save_weights")
         ],
+        *[
+            Patch(
+                "keras.src.saving.saving_lib",
+                f"{store}.__setitem__",
+                _saving.set_item_or,
+                "a variable becomes whole on rank 0 alone",
+            )
+            for store in ("H5IOStore", "ShardedH5IOStore")
+        ],
+        Patch(
+            "keras.src.optimizers.base_optimizer",
+            "BaseOptimizer.save_own_variables",
+            _saving.save_own_variables_or,
+            "makes arrays of variables on every rank",
+        ),
         # DTensor.
         Patch(
             dispatcher,

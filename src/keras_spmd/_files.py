@@ -1,7 +1,7 @@
-"""Files are written once: by rank 0, for all.
+"""Files of callbacks are written once: by rank 0, for all.
 
-Ranks run the same callbacks with the same logs, and saving a sharded model needs all of them. So
-every rank does what Keras does, and what the other ranks write goes nowhere.
+Ranks run the same callbacks with the same logs. So every rank does what Keras does, and what the
+other ranks write goes nowhere.
 """
 
 import os
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 from keras.src.utils import file_utils
-from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _messages, _processes
+from keras_spmd import _layouts, _messages
 
 
 class _QuietFiles(type(file_utils)):  # type: ignore[misc]
@@ -59,32 +58,6 @@ class _SharedFiles(_QuietFiles):
 
 quiet_files = _QuietFiles("keras_spmd_quiet_files")
 shared_files = _SharedFiles("keras_spmd_shared_files")
-
-
-def save_or(original: Callable) -> Callable:
-    """`save_model` and `save_weights`: all ranks gather, rank 0 writes, all return together."""
-
-    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_shared(model):
-            return original(model, filepath, *args, **kwargs)
-        if _processes.process_id() == 0:
-            result = original(model, filepath, *args, **kwargs)
-        else:
-            with tempfile.TemporaryDirectory() as nowhere:
-                path = os.path.join(nowhere, os.path.basename(str(filepath)))
-                result = original(model, path, *args, **kwargs)
-        dist.barrier()
-        return result
-
-    save.__doc__ = original.__doc__
-    return save
-
-
-def _is_shared(model: Any) -> bool:
-    """Whether all ranks are needed to save it: also outside of the scope that made it."""
-    return _layouts.active_mesh() is not None or any(
-        isinstance(v._value, DTensor) for v in model.variables
-    )
 
 
 def tensorboard_set_model_or(original: Callable) -> Callable:

@@ -205,9 +205,12 @@ def leaves_a_rank_empty(size: int, count: int) -> bool:
 
 
 def local_shape_and_offset(
-    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    coordinate: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which part of a tensor of this global shape this rank holds."""
+    """Which part of a tensor of this global shape this rank holds, or the one at `coordinate`."""
     if any(type(p) is not Shard and p.is_shard() for p in placements):
         # Shards in an order of torch's own; it computes with tensors, which a trace would follow.
         with _disable_current_modes():
@@ -216,7 +219,7 @@ def local_shape_and_offset(
             )
         return tuple(local_shape), tuple(offset)
     local, start = list(shape), [0] * len(shape)
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh.get_coordinate() if coordinate is None else coordinate
     assert coordinate is not None
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):

@@ -1,0 +1,261 @@
+"""Keras's files: what a mesh writes is what one device writes, and fits any mesh."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from keras import distribution, layers
+from keras.src.saving import saving_lib
+from keras.src.utils import io_utils
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from bench import on_ranks
+from keras_spmd import _layouts
+from keras_spmd._gathering import parts_of, whole_on_rank_0
+from keras_spmd.distribution_lib import num_processes, process_id
+from meshes import grid, line, model_parallel, whole
+
+
+def shared_folder():
+    """A new folder that all ranks know."""
+    names = [tempfile.mkdtemp() if process_id() == 0 else None]
+    if num_processes() > 1:
+        dist.broadcast_object_list(names, src=0)
+    return Path(names[0])
+
+
+def meet():
+    if num_processes() > 1:
+        dist.barrier()
+
+
+def make():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,), name="inputs")
+    x = layers.Dense(8, activation="relu", name="first")(inputs)
+    x = layers.BatchNormalization(name="norm")(x)
+    x = layers.Dropout(0.25, seed=3, name="dropout")(x)
+    outputs = layers.Dense(5, name="last", dtype="mixed_bfloat16")(x)
+    model = keras.Model(inputs, outputs, name="model")
+    model.compile(keras.optimizers.AdamW(0.01, name="adam"), "mse", metrics=["mae"])
+    return model
+
+
+def train(model):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 6)), rng.normal(size=(8, 5))
+    model.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    return model
+
+
+def distributions():
+    kinds = {
+        "first/kernel": (None, "model"),
+        "last/kernel": ("model", None),
+        "last/bias": ("model",),
+    }
+    yield distribution.DataParallel()
+    yield model_parallel(kinds, grid())
+    yield model_parallel({".*kernel": ("model", None)}, line())
+
+
+def state_of(model):
+    """What is in its files. Keras keeps no states of seeds there."""
+    return {v.path: whole(v) for v in [*model.weights, *model.optimizer.variables]}
+
+
+def assert_same_state(a, b):
+    for (path, x), (_, y) in zip(state_of(a).items(), state_of(b).items(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+
+
+def members(path):
+    """What is in a `.keras` file, without when it was written and where objects were in memory."""
+    with zipfile.ZipFile(path) as archive:
+        found = {name: archive.read(name) for name in archive.namelist()}
+    metadata = json.loads(found.pop("metadata.json"))
+    config = re.sub(rb'"shared_object_id": \d+', b"", found.pop("config.json"))
+    return config, {**found, "version": metadata["keras_version"]}
+
+
+@on_ranks(1, 2, 4, timeout=180)
+def test_the_file_is_the_one_that_one_device_writes():
+    folder = shared_folder()
+    for i, dist_ in enumerate(distributions()):
+        name = folder / f"{i}"
+        with dist_.scope():
+            model = train(make())
+            model.save(f"{name}.keras")
+            model.save_weights(f"{name}.weights.h5")
+            model.save_weights(f"{name}-parts.weights.json", max_shard_size=1e-6)
+        plain = keras.saving.load_model(f"{name}.keras")
+        assert not any(isinstance(v._value, DTensor) for v in plain.variables)
+        assert_same_state(plain, model)
+        if process_id() == 0:
+            other = folder / f"plain{i}"
+            plain.save(f"{other}.keras")
+            plain.save_weights(f"{other}.weights.h5")
+            (folder / "p").mkdir()
+            plain.save_weights(folder / "p" / f"{i}-parts.weights.json", max_shard_size=1e-6)
+            config, contents = members(f"{name}.keras")
+            assert contents == members(f"{other}.keras")[1]
+            make().save(f"{other}.keras")
+            assert config == members(f"{other}.keras")[0]
+            assert (
+                Path(f"{name}.weights.h5").read_bytes() == Path(f"{other}.weights.h5").read_bytes()
+            )
+            parts = sorted((folder / "p").iterdir())
+            assert len(parts) > 2
+            for part in parts:
+                assert part.read_bytes() == (folder / part.name).read_bytes(), part.name
+            shutil.rmtree(folder / "p")
+            assert not [f for f in os.listdir(folder) if f.startswith(".")]
+        meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2, 4, timeout=180)
+def test_other_ranks_never_have_a_whole_variable():
+    folder = shared_folder()
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        model = train(make())
+        sent, send = [], dist.send
+
+        def counting(x, *args, **kwargs):
+            sent.append(x.numel())
+            send(x, *args, **kwargs)
+
+        def never(*args, **kwargs):
+            raise AssertionError("a tensor was gathered on all ranks")
+
+        before = DTensor.full_tensor, DTensor.redistribute
+        dist.send, DTensor.full_tensor, DTensor.redistribute = counting, never, never
+        try:
+            model.save(folder / "m.keras")
+        finally:
+            dist.send = send
+            DTensor.full_tensor, DTensor.redistribute = before
+        own = sum(
+            v.value.to_local().nbytes
+            for v in [*model.variables, *model.optimizer.variables]
+            if isinstance(v.value, DTensor) and Shard(0) in v.value.placements
+        )
+    assert sum(sent) == (own if process_id() else 0)
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(1, 2, 4)
+def test_parts_of_a_tensor():
+    mesh = grid().backend_mesh
+    rows = [[Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)], [Partial()] * 2]
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int16):
+        x = torch.arange(35).reshape(7, 5).to(dtype)
+        for placements in rows:
+            if Partial() in placements:
+                zero = process_id() > 0
+                laid_out = DTensor.from_local(x * (not zero), mesh, placements, run_check=False)
+                if dtype in (torch.bool, torch.int16):
+                    continue  # gloo can't add these
+            else:
+                mine = _layouts.local_slice(x, mesh, placements)
+                laid_out = _layouts.wrap_local(mine, mesh, placements, x.shape)
+                parts = list(parts_of(laid_out))
+                assert len({str(part) for _, part in parts}) == len(parts)
+            got = whole_on_rank_0(laid_out)
+            assert (got is not None) == (process_id() == 0)
+            if got is not None:
+                torch.testing.assert_close(got, x, rtol=0, atol=0)
+
+
+@on_ranks(1, 2, 4, timeout=180)
+@pytest.mark.parametrize("when", ["open", "third variable", "close"])
+def test_what_goes_wrong_on_rank_0_is_raised_everywhere_and_leaves_the_old_file(when):
+    folder = shared_folder()
+    path = folder / "m.weights.h5"
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        model = train(make())
+        model.save_weights(path)
+        old = path.read_bytes()
+        train(model)
+        store = saving_lib.H5IOStore
+        names = {"open": "_get_h5_file", "third variable": "_create_h5_group", "close": "close"}
+        original = getattr(store, names[when])
+        calls = []
+
+        def failing(self, *args, **kwargs):
+            calls.append(None)
+            if process_id() == 0 and (when != "third variable" or len(calls) == 3):
+                raise OSError(28, "No space left on device")
+            return original(self, *args, **kwargs)
+
+        setattr(store, names[when], failing)
+        try:
+            with pytest.raises(OSError, match="No space left on device"):
+                model.save_weights(path)
+        finally:
+            setattr(store, names[when], original)
+        assert path.read_bytes() == old
+        assert os.listdir(folder) == ["m.weights.h5"]
+        meet()
+        model.save_weights(path)
+        meet()
+        assert path.read_bytes() != old
+        fresh = make()
+        fresh.optimizer.build(fresh.trainable_variables)
+        fresh.load_weights(path)
+        assert_same_state(fresh, model)
+        with pytest.raises(OSError, match="No such file"):
+            model.save_weights(folder / "nowhere" / "m.weights.h5")
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
+def test_a_file_that_is_not_to_be_overwritten():
+    folder = shared_folder()
+    path, ask, asked = folder / "m.keras", io_utils.ask_to_proceed_with_overwrite, []
+    with distribution.DataParallel().scope():
+        model = make()
+        model.save(path)
+        meet()
+        old = path.read_bytes()
+        io_utils.ask_to_proceed_with_overwrite = lambda name: asked.append(name) or False
+        try:
+            train(model).save(path, overwrite=False)
+        finally:
+            io_utils.ask_to_proceed_with_overwrite = ask
+        meet()
+        assert path.read_bytes() == old
+        assert asked == ([str(path)] if process_id() == 0 else [])
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
+def test_folders():
+    folder = shared_folder()
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        model = train(make())
+        for _ in range(2):
+            model.save(folder / "unzipped", zipped=False)
+    meet()
+    names = sorted(os.listdir(folder / "unzipped"))
+    assert "model.weights.h5" in names
+    assert os.listdir(folder) == ["unzipped"]
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
