@@ -8,6 +8,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -256,6 +257,76 @@ def test_folders():
     names = sorted(os.listdir(folder / "unzipped"))
     assert "model.weights.h5" in names
     assert os.listdir(folder) == ["unzipped"]
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(1, 2, 4, timeout=180)
+def test_any_mesh_loads_what_any_other_has_written():
+    folder = shared_folder()
+    plain = train(make())
+    if process_id() == 0:
+        plain.save(folder / "plain.keras")
+        plain.save_weights(folder / "plain.weights.h5")
+        plain.save_weights(folder / "plain.weights.json", max_shard_size=1e-6)
+    meet()
+    for i, dist_ in enumerate(distributions()):
+        with dist_.scope():
+            loaded = keras.saving.load_model(folder / "plain.keras")
+            assert_same_state(loaded, plain)
+            for end in ("weights.h5", "weights.json", "keras"):
+                model = make()
+                model.optimizer.build(model.trainable_variables)
+                model.load_weights(folder / f"plain.{end}")
+                assert_same_state(model, plain)
+            train(loaded).save(folder / f"{i}.keras")
+        for other in distributions():
+            with other.scope():
+                assert_same_state(keras.saving.load_model(folder / f"{i}.keras"), loaded)
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2, 4, timeout=180)
+def test_a_rank_reads_what_its_shards_need():
+    folder = shared_folder()
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        model = train(make())
+        model.save(folder / "m.keras")
+        model.save_weights(folder / "m.weights.h5")
+        read, original = [], h5py.Dataset.__getitem__
+
+        def counting(self, *args, **kwargs):
+            result = original(self, *args, **kwargs)
+            read.append((self.shape, np.size(result)))
+            return result
+
+        h5py.Dataset.__getitem__ = counting
+        try:
+            keras.saving.load_model(folder / "m.keras")
+            model.load_weights(folder / "m.weights.h5")
+        finally:
+            h5py.Dataset.__getitem__ = original
+    kernels = [size for shape, size in read if shape == (8, 5)]
+    assert len(kernels) == 2 * 3  # two files, a kernel with two slots of AdamW
+    assert set(kernels) == {8 * 5 // num_processes()}
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)
+
+
+@on_ranks(2)
+def test_files_that_do_not_fit():
+    folder = shared_folder()
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        make().save_weights(folder / "m.weights.h5")
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4, name="kernel")])
+        with pytest.raises(ValueError, match=r"could not be loaded|Layer"):
+            model.load_weights(folder / "m.weights.h5")
+        with pytest.raises(FileNotFoundError):
+            model.load_weights(folder / "nothing.weights.h5")
     meet()
     if process_id() == 0:
         shutil.rmtree(folder)

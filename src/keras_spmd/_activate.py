@@ -35,12 +35,14 @@ _undo: list[Callable[[], object]] = []
 def patches() -> list[Patch]:
     """The table."""
     from keras_spmd import (
+        _archives,
         _attention,
         _coverage,
         _cross_entropy,
         _data,
         _files,
         _initial_values,
+        _loading,
         _meshes,
         _messages,
         _optimizers,
@@ -464,6 +466,36 @@ def patches() -> list[Patch]:
             )
             for store in ("H5IOStore", "ShardedH5IOStore")
         ],
+        Patch(
+            "keras.src.saving.saving_lib",
+            "H5IOStore.__getitem__",
+            _loading.get_item_or,
+            "reads whole variables",
+        ),
+        Patch(
+            "keras.src.saving.saving_lib",
+            "H5IOStore._get_h5_file",
+            _archives.h5_file_or,
+            "reads a .keras file from its beginning, and collects it in memory to write it",
+        ),
+        Patch(
+            "keras.src.saving.saving_lib",
+            "H5IOStore.close",
+            _archives.close_or,
+            "collects a .keras file in memory to write it",
+        ),
+        Patch(
+            "keras.src.saving.saving_lib",
+            "is_memory_sufficient",
+            _archives.is_memory_sufficient_or,
+            "every rank would hold all weights",
+        ),
+        Patch(
+            torch_core,
+            "Variable.assign",
+            _loading.assign_or,
+            "a sharded variable reads its part of a file",
+        ),
         Patch(
             "keras.src.optimizers.base_optimizer",
             "BaseOptimizer.save_own_variables",

@@ -49,6 +49,11 @@ class _Save:
 _current: _Save | None = None
 
 
+def is_under_way() -> bool:
+    """Whether a file is being saved."""
+    return _current is not None
+
+
 def _heard(word: Any) -> Any:
     """What rank 0 says."""
     words = [word]

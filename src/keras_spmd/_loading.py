@@ -1,0 +1,85 @@
+"""Keras's own files, of which each rank reads what its shards need.
+
+Keras reads a variable and assigns it. Under a distribution what it reads is a promise, and the
+variable that gets it knows which part it wants.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import h5py
+import ml_dtypes
+import numpy as np
+import torch
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.saving import saving_lib
+from torch.distributed.tensor import DTensor
+
+from keras_spmd import _layouts
+
+
+class Stored:
+    """An array in an h5 file, read when somebody asks for its numbers."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"
+        self.dtype = np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dataset.dtype
+        self.shape, self.ndim = dataset.shape, len(dataset.shape)
+
+        self._place = dataset.file.filename, dataset.name
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if self._dataset.id.valid:
+            return np.array(self._dataset[index], dtype=self.dtype)
+        # Of weights in several files, Keras has closed this one again.
+        file, name = self._place
+        with h5py.File(file, "r") as opened:
+            return np.array(opened[name][index], dtype=self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[()], dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np.asarray(self), name)
+
+    def like(self, x: DTensor) -> DTensor:
+        """As a DTensor with the layout of `x`."""
+        mesh, placements = x.device_mesh, x.placements
+        shape, start = _layouts.local_shape_and_offset(self.shape, mesh, placements)
+        part = self[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        if part.dtype == ml_dtypes.bfloat16:
+            part = part.astype("float32")
+        local = torch.as_tensor(part, dtype=x.dtype, device=x.device)
+        return _layouts.wrap_local(local, mesh, placements, self.shape)
+
+
+def get_item_or(original: Callable) -> Callable:
+    """`store[key]`, with which Keras reads h5 files."""
+
+    def __getitem__(self: Any, key: str) -> Any:
+        if _layouts.active_mesh() is None or key not in self._h5_entry_group:
+            return original(self, key)
+        return Stored(saving_lib.safe_get_h5_dataset(self._h5_entry_group, key))
+
+    return __getitem__
+
+
+def assign_or(original: Callable) -> Callable:
+    """`Variable.assign`: a sharded variable reads its part."""
+
+    def assign(self: Any, value: Any) -> Any:
+        if not isinstance(value, Stored):
+            return original(self, value)
+        is_sharded = isinstance(self._value, DTensor) and not in_stateless_scope()
+        if not is_sharded or tuple(value.shape) != tuple(self.shape):
+            return original(self, np.asarray(value))
+        part = value.like(self._value)
+        self._direct_assign(part)
+        return part
+
+    assign.__doc__ = original.__doc__
+    return assign
