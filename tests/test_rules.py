@@ -617,6 +617,8 @@ def test_rows_that_do_not_divide_evenly_are_merged_by_an_exchange():
         assert_same(merged, x.view(shape))
         assert_same(back, x)
     check(lambda x, w: x @ w, [x, value(6, 3, seed=1)], [(0, None), (0, 1), (1, 0)])
+    with pytest.raises(RuntimeError, match="invalid"):
+        rows.view(3, 7)
 
 
 @on_ranks(4)

@@ -330,3 +330,25 @@ def test_files_that_do_not_fit():
     meet()
     if process_id() == 0:
         shutil.rmtree(folder)
+
+
+@on_ranks(1, 2)
+def test_layers_that_compute_with_what_they_load():
+    class Doubled(layers.Dense):
+        def load_own_variables(self, store):
+            kernel = store["0"]
+            assert (kernel.shape, kernel.ndim, len(kernel)) == ((6, 4), 2, 6)
+            assert not np.isnan(kernel).any()
+            self.kernel.assign(2 * kernel + kernel.mean() - np.mean(kernel))
+            self.bias.assign(np.array(store["1"]))
+
+    folder = shared_folder()
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        model = keras.Sequential([keras.Input((6,)), Doubled(4)])
+        model.save_weights(folder / "m.weights.h5")
+        before = whole(model.layers[0].kernel)
+        model.load_weights(folder / "m.weights.h5")
+        np.testing.assert_allclose(whole(model.layers[0].kernel), 2 * before, 1e-6)
+    meet()
+    if process_id() == 0:
+        shutil.rmtree(folder)

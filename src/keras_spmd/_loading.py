@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.saving import saving_lib
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from torch.distributed.tensor import DTensor
 
 from keras_spmd import _layouts
 
 
-class Stored:
-    """An array in an h5 file, read when somebody asks for its numbers."""
+class Stored(NDArrayOperatorsMixin):
+    """An array in an h5 file, read when somebody asks for its numbers or computes with them."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"
         self.dtype = np.dtype(ml_dtypes.bfloat16) if is_bfloat16 else dataset.dtype
         self.shape, self.ndim = dataset.shape, len(dataset.shape)
-
         self._place = dataset.file.filename, dataset.name
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -43,7 +43,14 @@ class Stored:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        arrays = [np.asarray(x) if isinstance(x, Stored) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            # Such as where an array lies in memory, which this one doesn't.
+            raise AttributeError(name)
         return getattr(np.asarray(self), name)
 
     def like(self, x: DTensor) -> DTensor:

@@ -166,7 +166,8 @@ def _place(filepath: Any) -> Iterator[Any]:
 def _put(new: Path, target: Path) -> None:
     if new.is_dir():
         # A folder can't replace one that has something in it.
-        shutil.rmtree(target, ignore_errors=True)
+        if target.exists():
+            target.replace(new.with_name(f"{new.name}.old"))
     else:
         with new.open("rb") as file:
             os.fsync(file.fileno())

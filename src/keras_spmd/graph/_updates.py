@@ -6,7 +6,6 @@ the step. So what happens to each element of a variable by itself is cut off the
 and one compiled function serves all variables of a kind.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,13 +121,13 @@ class Divided:
     def joined(self, main: Callable, compiled: Callable[[GraphModule], Callable]) -> Callable:
         """The whole step, of the compiled graph and updates yet to be compiled."""
         functions = {kind: compiled(GraphModule({}, graph)) for kind, graph in self.graphs.items()}
-        calls = [(functions[kind], operator.itemgetter(*places)) for kind, places in self.calls]
+        calls = [(functions[kind], places) for kind, places in self.calls]
 
         def run(args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             results = main(args)
             values = [*args, *results]
-            for function, inputs_of in calls:
-                function(list(inputs_of(values)))
+            for function, places in calls:
+                function([values[i] for i in places])
             return results[: self.result_count]
 
         return run

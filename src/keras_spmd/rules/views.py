@@ -24,6 +24,8 @@ def view_by_exchange(op: torch._ops.OpOverload, args: tuple) -> DTensor | None:
     if op not in _VIEWS:
         return None
     x, shape = args[0], _complete(args[1], args[0].numel())
+    if math.prod(shape) != x.numel():
+        return None  # For torch to say so.
     old, new = _first(x.shape), _first(shape)
     axes = [i for i, p in enumerate(x.placements) if p == Shard(old)]
     kept = _kept(x.shape[old:], shape[new:])
