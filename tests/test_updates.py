@@ -2,14 +2,16 @@
 
 import functools
 import inspect
+import os
 
 import keras
 import numpy as np
 import pytest
 import torch
-from keras import layers, optimizers
+from keras import distribution, layers, optimizers
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from bench import on_ranks
 from keras_spmd.graph import _compile, _seeds, _step, _updates
 from keras_spmd.graph._constants import fold_constants
 from keras_spmd.graph._simplify import drop_constant_copies
@@ -230,3 +232,38 @@ def test_gradients_begin_after_the_loss_and_are_the_same(value, monkeypatch):
     graph = make_fx(gradient)(torch.ones(3, requires_grad=True)).graph
     (choice,) = graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
     assert choice.all_input_nodes[0].all_input_nodes
+
+
+@on_ranks(2, timeout=180)
+@pytest.mark.parametrize("layout", ["data", "columns and rows", "shards of the data axis"])
+def test_on_a_mesh(layout):
+    """What is done on GPUs, with the collectives of a mesh."""
+    mesh = distribution.DeviceMesh((2, 1) if layout != "columns and rows" else (1, 2), ("b", "m"))
+    keys = {
+        "data": {},
+        "columns and rows": {".*kernel": (None, "m")},
+        "shards of the data axis": {".*kernel": ("b", None)},
+    }
+    layouts = distribution.LayoutMap(mesh)
+    for key, axes in keys[layout].items():
+        layouts[key] = axes
+    dist = distribution.ModelParallel(layout_map=layouts, batch_dim_name="b")
+    found, before = [], (_step.compile_graph, _seeds._pays)
+
+    def divided(module):
+        found.append(_updates.divided(module))
+        assert any(n.target is torch.ops.aten.where.self for n in module.graph.nodes)
+        return found[-1].joined(_compile._as_it_is(found[-1].module), _compile._as_it_is)
+
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    try:
+        with dist.scope():
+            expected = train(optimizers.AdamW)
+            _step.compile_graph, _seeds._pays = divided, lambda loss: True
+            got = train(optimizers.AdamW)
+    finally:
+        _step.compile_graph, _seeds._pays = before
+        del os.environ["KERAS_SPMD_COMPILER"]
+    assert found
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)

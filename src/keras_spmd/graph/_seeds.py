@@ -17,7 +17,7 @@ def seed_after(tensors: Any) -> torch.Tensor | None:
     """Ones that are not known before this loss is. None unless it is one number on a GPU: compiled
     for CPUs, loss and gradient are computed together."""
     loss = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_cuda:
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not _pays(loss):
         return None
     with torch.no_grad():
         if not isinstance(loss, DTensor):
@@ -25,6 +25,10 @@ def seed_after(tensors: Any) -> torch.Tensor | None:
         mesh = loss.device_mesh
         ones = _ones_after(loss.to_local())
         return _layouts.wrap_local(ones, mesh, [Replicate()] * mesh.ndim, loss.shape)
+
+
+def _pays(loss: torch.Tensor) -> bool:
+    return loss.is_cuda
 
 
 def _ones_after(value: torch.Tensor) -> torch.Tensor:
