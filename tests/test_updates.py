@@ -214,6 +214,17 @@ def test_tensors_that_somebody_may_change_are_not_folded():
     torch.testing.assert_close(module(torch.ones(2)), torch.full((2,), 5.0))
 
 
+@pytest.mark.parametrize("make", [torch.as_tensor, torch.from_numpy, torch.tensor])
+def test_arrays_that_somebody_may_change_are_not_folded(make):
+    scale = np.array([2.0], "float32")
+    function = lambda x: x * make(scale)[0]  # noqa: E731
+    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.ones(2))
+    drop_constant_copies(module.graph)
+    fold_constants(module)
+    scale[0] = 5.0
+    torch.testing.assert_close(module(torch.ones(2)), torch.full((2,), 5.0))
+
+
 def test_random_numbers_are_not_folded():
     names = folded(lambda x: x + 0 * torch.bernoulli(torch.tensor(0.5)), torch.ones(2))
     assert "aten.bernoulli.default" in names

@@ -17,7 +17,7 @@ _SMALL = 16
 
 
 def mark_fresh(node: Node) -> None:
-    """This tensor was made of numbers while the step was traced, so nobody else can change it."""
+    """This tensor was made while the step was traced."""
     if node.op == "get_attr":
         node.meta[_FRESH] = True
 
@@ -43,12 +43,19 @@ def fold_constants(module: GraphModule) -> None:
     module.recompile()
 
 
+def _own_constant(module: GraphModule, node: Node) -> torch.Tensor | None:
+    """A constant that nobody else can reach; the memory of a numpy array is somebody's."""
+    constant = getattr(module, str(node.target))
+    is_own = node.meta.get(_FRESH) and constant.untyped_storage().resizable()
+    return constant if is_own else None
+
+
 def _value(module: GraphModule, node: Node, known: dict[Node, torch.Tensor]) -> Any:
     result = node.meta.get("val")
     if not isinstance(result, torch.Tensor) or result.numel() > _SMALL:
         return None
     if node.op == "get_attr":
-        return getattr(module, str(node.target)) if node.meta.get(_FRESH) else None
+        return _own_constant(module, node)
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
     if torch.Tag.nondeterministic_seeded in node.target.tags:
