@@ -7,14 +7,19 @@ READY  := $(VENV)/.ready
 export KERAS_BACKEND := torch
 
 # Keras's own tests import tensorflow and jax, so they have an environment of their own, where KerasHub
-# is, too; it asks for tensorflow-text, which its models don't need.
+# is, too; it asks for tensorflow-text, which its models don't need. Accelerate and Lightning are for
+# the pages of the documentation that compare with them.
 KERAS_VENV  := .venv-keras
 KERAS_READY := $(KERAS_VENV)/.ready
 
-.PHONY: demo test test-all bench audit conformance lint keras-tests format clean
+.PHONY: demo docs test test-all bench audit conformance lint keras-tests format clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(RUN)/torchrun --nproc-per-node 2 examples/demo.py
+
+# The documentation as a site that needs no server: build/site/index.html.
+docs: $(READY)
+	$(RUN)/python docs/build.py
 
 test: lint keras-tests
 	$(RUN)/python -m pytest
@@ -42,7 +47,9 @@ keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py
 	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py tests/test_callbacks.py \
 		-k "grain or pandas or tf_data or tensorboard"
+	$(KERAS_VENV)/bin/python -m pytest tests/test_saving.py -k other_backends
 	$(KERAS_VENV)/bin/python -m pytest tests/test_hub.py
+	$(KERAS_VENV)/bin/python -m pytest tests/test_site.py -k "lora or accelerate or lightning"
 	$(KERAS_VENV)/bin/python conformance/live_mesh.py --again --kind data --kind model \
 		layers/core/dense_test.py
 
@@ -65,8 +72,10 @@ $(KERAS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS_VENV)
 	$(KERAS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable . \
 		pytest pytest-xdist tensorflow-cpu tensorboard jax grain pandas \
-		regex tokenizers sentencepiece kagglehub
-	$(KERAS_VENV)/bin/pip install --quiet --no-deps keras-hub==0.32.0
+		regex tokenizers sentencepiece kagglehub \
+		huggingface_hub safetensors psutil pyyaml tqdm
+	$(KERAS_VENV)/bin/pip install --quiet --no-deps keras-hub==0.32.0 \
+		accelerate lightning lightning-utilities torchmetrics
 	touch $@
 
 clean:

@@ -169,21 +169,27 @@ def fresh_bench(size: int) -> Iterator[Bench]:
         bench.stop()
 
 
-def on_ranks(*sizes: int, timeout: float = 90.0) -> Callable[[Callable], Callable]:
-    """Make a test whose body runs on every rank, once for each number of ranks."""
+def on_ranks(
+    *sizes: int, timeout: float = 180.0, exhaustive: tuple[int, ...] = ()
+) -> Callable[[Callable], Callable]:
+    """Make a test whose body runs on every rank, once for each number of ranks.
+
+    With the numbers in `exhaustive` it runs with `make test-all` only.
+    """
+    marked = [pytest.param(size, marks=pytest.mark.exhaustive) for size in exhaustive]
 
     def decorate(body: Callable) -> Callable:
         def test(ranks: int, **kwargs: Any) -> None:
             __tracebackhide__ = True
             bench_of(ranks).run(body, kwargs, timeout)
 
-        return _as_test(test, body, sizes)
+        return _as_test(test, body, (*sizes, *marked))
 
     return decorate
 
 
 def same_on_ranks(
-    *sizes: int, rtol: float = 1e-5, atol: float = 1e-6, timeout: float = 90.0
+    *sizes: int, rtol: float = 1e-5, atol: float = 1e-6, timeout: float = 180.0
 ) -> Callable[[Callable], Callable]:
     """Make a test whose body returns on every rank of a job what it returns in a job of one.
 
@@ -206,7 +212,7 @@ def same_on_ranks(
     return decorate
 
 
-def _as_test(test: Callable, body: Callable, sizes: tuple[int, ...]) -> Callable:
+def _as_test(test: Callable, body: Callable, sizes: tuple[Any, ...]) -> Callable:
     """`test` with the name, the doc, the marks and the parameters of the body, for pytest."""
     names = ["ranks", *inspect.signature(body).parameters]
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]

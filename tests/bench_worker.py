@@ -1,6 +1,7 @@
 """One rank of the test bench: runs test bodies until the bench closes the pipe."""
 
 import ctypes
+import faulthandler
 import importlib.util
 import os
 import signal
@@ -44,6 +45,8 @@ def reset() -> None:
 def main() -> None:
     # No rank outlives the tests, not even one that hangs in a collective.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A crash says where, and the bench shows it.
+    faulthandler.enable()
     pipe = Connection(int(sys.argv[1]))
     modules: dict[str, ModuleType] = {}
     environment = dict(os.environ)

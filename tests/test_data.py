@@ -215,7 +215,7 @@ DATA = {
 
 
 @pytest.mark.parametrize("name", DATA)
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4), timeout=400)
 def test_data(name):
     # Keras's own warning of forking a process with threads.
     warnings.filterwarnings("ignore", message="This process .* is multi-threaded")
@@ -224,7 +224,7 @@ def test_data(name):
     assert_same_on_all_meshes(DATA[name])
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_a_generator_that_ends():
     """Its number of batches is known after the first epoch."""
     warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -325,7 +325,7 @@ class Structured(keras.Model):
         return {"logits": y, "both": (y * 2, y.sum(-1))}
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_nested_structures_with_none():
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     more = np.random.default_rng(2).normal(size=(ROWS, 4)).astype("float32")

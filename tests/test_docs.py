@@ -1,5 +1,6 @@
 """The examples of all public names run, alone and on two ranks."""
 
+import contextlib
 import doctest
 import os
 
@@ -7,6 +8,7 @@ import pytest
 
 import keras_spmd
 from bench import on_ranks
+from files import shared_folder
 from keras_spmd.distribution_lib import process_id
 
 PUBLIC = sorted(
@@ -35,5 +37,6 @@ def test_examples(name):
                 example.want = ""  # rank 0 does
     failures = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
-    runner.run(test, out=failures.append)
+    with shared_folder() as folder, contextlib.chdir(folder):
+        runner.run(test, out=failures.append)
     assert not failures, "".join(failures)

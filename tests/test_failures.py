@@ -1,13 +1,18 @@
 """A rank that fails ends all ranks within seconds, and its traceback is the one that is shown."""
 
 import os
+import re
 import subprocess
 import sys
 import time
 
+import keras
+import numpy as np
 import pytest
 
-from bench import _free_port
+from bench import on_ranks
+from jobs import start
+from keras_spmd import _failures, _whereabouts
 
 SCRIPT = """
 import os, time
@@ -26,33 +31,6 @@ model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
 model.compile("sgd", "mse")
 model.fit(np.ones((64, 4)), np.ones((64, 2)), batch_size=4, verbose=0, callbacks=[Fail()])
 """
-
-
-def start(script, size):
-    """The ranks of a job that nobody watches over."""
-    port = _free_port()
-    ranks = []
-    for rank in range(size):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", script],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return ranks
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -106,3 +84,22 @@ print("done")
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert [text[0] for text in texts] == ["done\n", "done\n"]
     assert [text[1] for text in texts] == ["", ""]
+
+
+@on_ranks(2)
+def test_a_job_that_goes_on_does_not_look_at_ananother_threads_frames():
+    """They may be freed meanwhile: it crashed trainings."""
+    asked = []
+    original = sys._current_frames
+    sys._current_frames = lambda: asked.append(1) or original()
+    try:
+        keras.distribution.set_distribution(keras.distribution.DataParallel())
+        watch = _failures._watch
+        count = watch.signs.count
+        np.asarray(keras.layers.Dense(2)(np.ones((2, 3), "float32")))
+        while watch.signs.count < count + 2:
+            time.sleep(0.1)
+    finally:
+        sys._current_frames = original
+    assert not asked
+    assert re.search(r"^at test_failures.py:\d+: np.asarray\(keras", _whereabouts.noted())

@@ -58,13 +58,13 @@ DATA = [
 
 
 @pytest.mark.parametrize("name", DATA)
-@on_ranks(2, 4, timeout=240)
+@on_ranks(2, exhaustive=(4,), timeout=240)
 def test_data_of_any_kind(name):
     with captured():
         test_data.test_data.body(name)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_nested_data():
     with captured():
         test_data.test_nested_structures_with_none.body()
@@ -78,7 +78,7 @@ def test_callbacks_that_change_things(name):
         test_callbacks.test_callbacks.body(name)
 
 
-@on_ranks(1, 2, 4, timeout=240)
+@on_ranks(2, exhaustive=(1, 4), timeout=240)
 def test_layers_that_are_frozen_and_thawed():
     with captured():
         test_step.test_layers_frozen_and_thawed_between_fits.body()
@@ -110,6 +110,24 @@ PRECISION = [
 def test_precision_(name):
     with captured():
         getattr(test_precision, name).body()
+
+
+@on_ranks(2)
+def test_metrics_that_count_in_segments():
+    def fit():
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
+        options = {"num_thresholds": 20, "from_logits": True}
+        of_labels = keras.metrics.AUC(multi_label=True, num_labels=4, name="many", **options)
+        model.compile("sgd", "mse", metrics=[of_labels, keras.metrics.AUC(name="one", **options)])
+        x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+        return model.fit(x, np.eye(4)[[0, 1, 2, 3] * 2], batch_size=4, verbose=0).history
+
+    expected = fit()
+    with captured(), distribution.DataParallel().scope():
+        got = fit()
+    for name, values in expected.items():
+        np.testing.assert_allclose(got[name], values, 1e-5, err_msg=name)
 
 
 RECURRENT = {
@@ -362,7 +380,7 @@ class Window(layers.Layer):
 
 
 @pytest.mark.parametrize("layer", [Halving, Counted, Conditional, Window])
-@on_ranks(1, 2, 4)
+@on_ranks(1, 2, exhaustive=(4,))
 def test_control_flow(layer):
     """Captured without reading a value, with gradients and with variables that it writes."""
     os.environ["KERAS_SPMD_COMPILER"] = "none"
@@ -411,7 +429,7 @@ def test_rematerialized_layers_are_computed_again_in_the_backward_pass(mode):
         assert products(model) > products(without)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_cheap_activations_are_computed_again():
     os.environ["KERAS_SPMD_COMPILER"] = "none"
 

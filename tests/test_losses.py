@@ -233,7 +233,7 @@ def cases(make, data):
                 yield (reduction, weight, mask), PLACEMENTS[(i + 2 * j + k) % len(PLACEMENTS)]
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_losses(name):
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)

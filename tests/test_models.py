@@ -188,7 +188,7 @@ def distributions():
     yield "both axes", model_parallel({".*kernel": ("model", "batch")})
 
 
-@on_ranks(1, 2, 4, timeout=300)
+@on_ranks(2, 4, exhaustive=(1,), timeout=300)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_models(name):
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)

@@ -171,7 +171,7 @@ def test_every_optimizer_is_here():
     assert exported - {"Optimizer"} <= OPTIMIZERS.keys()
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_optimizers(name):
     for make in OPTIMIZERS[name]:
@@ -192,7 +192,7 @@ OPTIONS = {
 }
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_options(option):
     """With an optimizer that updates all variables at once, and one that goes one by one."""
@@ -235,7 +235,7 @@ def local_bytes(variables):
     return sum(keras_spmd.get_dtensor_local(v.value).nbytes for v in variables)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_a_rank_holds_its_share_of_the_state(name):
     """State in the shape of a variable is sharded like it. The rest is whole: counters, and the

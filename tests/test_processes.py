@@ -245,6 +245,31 @@ def test_more_processes_than_gpus_is_an_error(monkeypatch):
         _processes.bind_device(2)
 
 
+def test_slurm_may_bind_each_task_to_a_gpu(monkeypatch):
+    import torch
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(_processes.keras_torch, "DEFAULT_DEVICE", "cuda")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    _processes.bind_device(3)
+    assert taken == [0]
+
+
+def test_what_fails_while_leaving_does_not_keep_the_group(monkeypatch):
+    left = []
+
+    def fail():
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(_processes, "_before_leaving", [fail, lambda: left.append("finished")])
+    monkeypatch.setattr(_processes._failures, "stop", lambda: left.append("unwatched"))
+    with pytest.raises(OSError, match="the disk is full"):
+        _processes.leave()
+    assert left == ["finished", "unwatched"]
+
+
 @on_ranks(2)
 def test_joining_twice_is_fine():
     import keras

@@ -10,10 +10,14 @@ import torch
 from keras import distribution, layers
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 import keras_spmd
 from bench import on_ranks
+from keras_spmd._layouts import local_shape_and_offset
+from keras_spmd.rules._specs import wrap
+from keras_spmd.rules.views import view_by_exchange
 from meshes import assert_same, fully_sharded, grid, line, model_parallel, partial, whole
 
 
@@ -542,6 +546,104 @@ def test_scatter_with_reductions():
     assert communication.get_total_counts() == 0
 
 
+@on_ranks(2, 4)
+def test_the_gradient_of_a_table_has_the_rows_of_the_rank():
+    activate()
+    table = fully_sharded(value(8, 4), 0).requires_grad_()
+    indices = fully_sharded(torch.tensor([[1, 2, 7], [3, 7, 0]]), None)
+    plain = value(8, 4).requires_grad_()
+    for padding in (None, 7):
+        expected = F.embedding(indices.to_local(), plain, padding).square().sum()
+        (expected_grad,) = torch.autograd.grad(expected, plain)
+        loss = F.embedding(indices, table, padding).square().sum()
+        with CommDebugMode() as communication:
+            (grad,) = torch.autograd.grad(loss, table)
+        assert grad.placements == (Shard(0),)
+        assert communication.get_total_counts() <= 1, "the sum of what was looked up"
+        assert_same(grad, expected_grad)
+
+
+@on_ranks(2, 4)
+def test_a_weight_is_gathered_rather_than_a_larger_result_summed():
+    """torch would exchange the rows, because they are smaller than the weight."""
+    activate()
+    few, many, wide = value(4, 64), value(128, 64), value(64, 512)
+    for rows in (few, many):
+        x, w = placed(rows, 0), placed(wide, 0)
+        with CommDebugMode() as communication:
+            y = x @ w
+        kinds = {str(op).rpartition(".")[2] for op in communication.get_comm_counts()}
+        if rows is many:
+            assert y.placements == (Shard(0),)
+            assert kinds == {"all_gather_into_tensor"}
+        else:
+            assert y.placements == (Partial(),), "a small result may be summed"
+        assert_same(y, rows @ wide, 1e-4, 1e-4)
+        z = torch.addmm(placed(value(512, seed=2), None), placed(rows, 0), placed(wide, 0))
+        assert_same(z, value(512, seed=2) + rows @ wide, 1e-4, 1e-4)
+
+
+@on_ranks(2)
+def test_a_pending_sum_is_taken_once_and_as_narrow_as_it_is():
+    activate()
+    x = partial(value(256, 256).to(torch.bfloat16))
+    norm = layers.RMSNormalization(dtype="bfloat16")
+    norm.build((256, 256))
+    with CommDebugMode() as communication:
+        y = norm(x) + x
+        z = torch.sigmoid(x) * torch.exp(x)
+    assert communication.get_total_counts() == 1
+    plain = x.full_tensor()
+    assert_same(y.float(), (norm(plain) + plain).float(), 1e-2, 1e-2)
+    assert_same(z.float(), (torch.sigmoid(plain) * torch.exp(plain)).float(), 1e-2, 1e-2)
+
+
+@on_ranks(2, 4)
+def test_batch_statistics_take_one_small_sum_in_each_direction():
+    activate()
+    layer = layers.BatchNormalization(center=False, scale=False)
+    layer.build((None, 6, 6, 8))
+    x = value(8, 6, 6, 8)
+    plain = x.clone().requires_grad_()
+    sharded = fully_sharded(x, 0).detach().requires_grad_()
+    weights = torch.linspace(0, 1, x.numel()).reshape(x.shape)
+    with CommDebugMode() as forward:
+        y = layer(sharded, training=True)
+    loss = (y * fully_sharded(weights, 0)).sum()
+    with CommDebugMode() as backward:
+        loss.backward()
+    grad = sharded.grad
+    # That of the moving averages is the same sum.
+    assert forward.get_total_counts() == 1
+    assert backward.get_total_counts() == 1
+    assert grad.placements == (Shard(0),)
+    distribution.set_distribution(None)
+    alone = layers.BatchNormalization(center=False, scale=False)
+    alone.build((None, 6, 6, 8))
+    expected = alone(plain, training=True)
+    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), plain)
+    assert_same(y, expected, 1e-5, 1e-5)
+    assert_same(grad, expected_grad, 1e-4, 1e-5)
+    assert_same(layer.moving_variance, alone.moving_variance)
+
+
+@on_ranks(1, 2)
+def test_segments():
+    rows = value(9, 2, 3)
+    ids = torch.tensor([0, 2, 2, -1, 1, 7, 0, 2, 4])
+    functions = [getattr(keras.ops, f"segment_{how}") for how in ("sum", "max")]
+    functions.append(keras.src.backend.torch.math.segment_prod)
+    functions.append(keras.src.backend.torch.math.segment_min)
+    expected = [[f(rows, ids, count) for count in (5, None)] for f in functions]
+    activate()
+    for kind in ("plain", None, 0, 1):
+        for placed_ids in (ids, fully_sharded(ids, 0)):
+            for function, (known, unknown) in zip(functions, expected, strict=True):
+                x = placed(rows, kind)
+                assert_same(function(x, placed_ids, 5), known)
+                assert_same(function(x, placed_ids, None), unknown)
+
+
 @on_ranks(4)
 def test_all_ranks_choose_the_same_of_several_ways_that_cost_the_same():
     """torch goes through sets of placements, whose order was another in each process."""
@@ -632,6 +734,11 @@ def test_rows_are_merged_by_an_exchange_beside_another_axis():
         assert merged.placements == tuple(Shard(1) if p == Shard(2) else p for p in placements)
         assert_same(merged, x.view(15, 4))
         assert_same(merged.view(5, 3, 4), x)
+    # Rows of both axes, the columns' first: an exchange along one of them would lose the other.
+    strided = [Shard(0), _StridedShard(2, split_factor=2)]
+    rows = wrap(torch.zeros(3, 3, 2), mesh.backend_mesh, strided, (5, 3, 4))
+    assert view_by_exchange(torch.ops.aten.view.default, (rows, [15, 4])) is None
+    assert local_shape_and_offset((5, 3, 4), mesh.backend_mesh, strided)[0][2] == 2
 
 
 @on_ranks(2, 4)

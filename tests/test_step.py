@@ -275,7 +275,7 @@ def assert_same_runs(got, expected, label):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6, err_msg=f"{label} weights")
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_steps(name):
     expected = train(name)

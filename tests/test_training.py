@@ -83,7 +83,7 @@ OPTIMIZERS = {
 }
 
 
-@on_ranks(1, 2, 4, timeout=300)
+@on_ranks(2, exhaustive=(1, 4), timeout=300)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_optimizers(name):
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
@@ -93,7 +93,7 @@ def test_optimizers(name):
             assert_equal_runs(run(OPTIMIZERS[name]), expected, f"{name} {label}")
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_loaders():
     """Every loader gives global batches; each rank computes its rows of them."""
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)

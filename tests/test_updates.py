@@ -278,3 +278,28 @@ def test_on_a_mesh(layout):
     assert found
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_updates_are_kept_on_disk(monkeypatch, tmp_path):
+    """A program that is started again finds all of its code."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        _compile,
+        "_inductor",
+        lambda module: (parts := _updates.divided(module)).joined(
+            _compile._as_it_is(parts.module), torch.no_grad()(_compile._update)
+        ),
+    )
+    expected = {"fxgraph_cache_miss", "fxgraph_cache_hit"}
+    found = []
+    for _ in range(2):
+        counters.clear()
+        train(functools.partial(optimizers.SGD, 0.1), steps=2)
+        found.append({k: n for k, n in counters["inductor"].items() if k.startswith("fxgraph_")})
+    first, second = found
+    assert set(first) | set(second) <= expected
+    assert first["fxgraph_cache_miss"] > 0
+    assert second == {"fxgraph_cache_hit": sum(first.values())}

@@ -280,6 +280,27 @@ def test_optimizer_slots_take_their_variables_layout():
         assert all(p == Replicate() for p in placements(v)[1])
 
 
+SLOT_KEYS = {
+    "catch-all": ({".*": ()}, Shard(1), Shard(1)),
+    "overlapping": ({".*dense.*": (), ".*kernel.*": ()}, Shard(1), Shard(1)),
+    "for slots": ({"adam/.*kernel.*": ("model", None)}, Shard(0), Shard(0)),
+    "for one slot": ({".*_momentum": ()}, Replicate(), Shard(1)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", sorted(SLOT_KEYS))
+def test_slots_have_their_own_keys_or_their_variables_layout(name):
+    keys, *expected = SLOT_KEYS[name]
+    distribution.set_distribution(model_parallel({"dense/kernel": (None, "model"), **keys}, line()))
+    dense = keras.layers.Dense(6, name="dense", use_bias=False)
+    dense.build((None, 4))
+    optimizer = keras.optimizers.Adam(name="adam")
+    optimizer.build(dense.trainable_variables)
+    slots = [v for v in optimizer.variables if "kernel" in v.path]
+    assert [placements(v)[1] for v in slots] == [(p,) for p in expected]
+
+
 @on_ranks(2, 4)
 def test_metrics_and_seeds_are_replicated_whatever_the_patterns_say():
     distribution.set_distribution(model_parallel({".*": ("model",)}))

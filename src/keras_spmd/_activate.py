@@ -37,9 +37,11 @@ def patches() -> list[Patch]:
     from keras_spmd import (
         _archives,
         _attention,
+        _backups,
         _coverage,
         _cross_entropy,
         _data,
+        _exporting,
         _files,
         _initial_values,
         _loading,
@@ -49,7 +51,9 @@ def patches() -> list[Patch]:
         _promotion,
         _random,
         _reading,
+        _resuming,
         _saving,
+        _segments,
         _slices,
         _statistics,
         _stopping,
@@ -270,6 +274,12 @@ def patches() -> list[Patch]:
         ),
         Patch(
             optimizer,
+            "BaseOptimizer.add_variable_from_reference",
+            _optimizers.add_slot_or,
+            "gradients take the layout of slots that a layout map shards by themselves",
+        ),
+        Patch(
+            optimizer,
             "BaseOptimizer._backend_apply_gradients",
             _optimizers.apply_gradients_or,
             "accumulated gradients are reduced once, on the step that updates",
@@ -323,6 +333,40 @@ def patches() -> list[Patch]:
             _stopping.epoch_end_or,
             "stop_training set on one rank stops all",
         ),
+        # Going on where a training was interrupted.
+        *[
+            Patch(
+                "keras.src.callbacks.callback_list",
+                f"CallbackList.on_{event}",
+                wrap,
+                "callbacks that save know where the training is, and another one goes on there",
+            )
+            for event, wrap in (
+                ("train_begin", _resuming.train_begin_or),
+                ("train_end", _resuming.train_end_or),
+                ("epoch_begin", _resuming.epoch_begin_or),
+                ("epoch_end", _resuming.epoch_end_or),
+                ("train_batch_end", _resuming.batch_end_or),
+            )
+        ],
+        Patch(
+            "keras.src.trainers.trainer",
+            "Trainer._get_metrics_result_or_logs",
+            _resuming.metrics_result_or_logs_or,
+            "an epoch may be resumed after its last batch",
+        ),
+        *[
+            Patch(
+                "keras.src.callbacks.backup_and_restore",
+                f"BackupAndRestore.{method}",
+                wrap,
+                "Keras keeps neither the order of batches nor seeds, metrics and history",
+            )
+            for method, wrap in (
+                ("_save_model", _backups.save_model_or),
+                ("_load_model", _backups.load_model_or),
+            )
+        ],
         # One step, one graph.
         Patch(
             trainer,
@@ -382,6 +426,12 @@ def patches() -> list[Patch]:
             "sparse_categorical_crossentropy",
             _cross_entropy.sparse_categorical_crossentropy_or,
             "transposes the scores, the largest tensor of a language model",
+        ),
+        Patch(
+            "keras.src.backend.torch.math",
+            "_segment_reduction_fn",
+            _segments.segment_reduction_or,
+            "repeats segments as often as a tensor says, which a graph can't read",
         ),
         *[
             Patch(
@@ -447,6 +497,12 @@ def patches() -> list[Patch]:
             _files.on_rank_0,
             "events are sent once",
         ),
+        Patch(
+            "keras.src.models.model",
+            "Model.export",
+            _exporting.export_or,
+            "exporters trace plain tensors",
+        ),
         *[
             Patch(
                 "keras.src.saving.saving_api",
@@ -456,6 +512,19 @@ def patches() -> list[Patch]:
                 everywhere=True,
             )
             for name in ("save_model", "save_weights")
+        ],
+        *[
+            Patch(
+                "keras.src.saving.saving_api",
+                name,
+                wrap,
+                "what takes long is shown",
+                everywhere=True,
+            )
+            for name, wrap in (
+                ("load_weights", _loading.load_weights_or),
+                ("load_model", _loading.load_model_or),
+            )
         ],
         *[
             Patch(

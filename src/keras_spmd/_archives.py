@@ -16,7 +16,7 @@ from typing import Any
 
 import h5py
 
-from keras_spmd import _layouts, _saving
+from keras_spmd import _layouts, _processes, _saving
 
 
 class _Inside(io.RawIOBase):
@@ -57,7 +57,7 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> io.BufferedReade
 
 
 def h5_file_or(original: Callable) -> Callable:
-    """`H5IOStore._get_h5_file`, of a file in an archive."""
+    """`H5IOStore._get_h5_file`, of a file in an archive, or of one that all ranks write at once."""
 
     def _get_h5_file(self: Any, path_or_io: Any, mode: str | None = None) -> Any:
         mode = mode or self.mode
@@ -70,11 +70,23 @@ def h5_file_or(original: Callable) -> Callable:
             if info.compress_type != zipfile.ZIP_STORED:
                 return original(self, path_or_io, mode)
             self.io_file = _member(self.archive, info)
+        elif mode == "w" and _is_written_by_all(self, path_or_io):
+            self._keras_spmd_is_common = True
+            if _processes.process_id() == 0:
+                return original(self, path_or_io, mode)
+            return h5py.File(io.BytesIO(), mode=mode)
         else:
             return original(self, path_or_io, mode)
         return h5py.File(self.io_file, mode=mode)
 
     return _get_h5_file
+
+
+def _is_written_by_all(store: Any, path_or_io: Any) -> bool:
+    """Whether a library writes a store of its own (KerasHub, for LoRA): every rank has all of it,
+    and the file is one."""
+    is_path = not store.archive and isinstance(path_or_io, (str, Path))
+    return is_path and not _saving.is_under_way() and _layouts.active_mesh() is not None
 
 
 def close_or(original: Callable) -> Callable:
@@ -83,6 +95,8 @@ def close_or(original: Callable) -> Callable:
     def close(self: Any) -> None:
         if self.mode != "w" or not self.archive or isinstance(self.io_file, io.BytesIO):
             original(self)
+            if getattr(self, "_keras_spmd_is_common", False):
+                _saving.heard(None)  # Nobody reads it before it is complete.
             return
         self.h5_file.close()
         # As `ZipFile.writestr` describes a file.

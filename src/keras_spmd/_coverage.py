@@ -5,6 +5,7 @@ again at every call of every layer. Here a path is matched once, and what matche
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,27 @@ def _matching_key(keys: tuple[str, ...], path: str) -> str | None:
     return matching[0] if matching else None
 
 
+def slot_layout(distribution: Any, path: str) -> Any:
+    """The layout that a key names for an optimizer's state; None if no key means such state.
+
+    A key that a weight's path matches too, such as '.*', is meant for weights.
+    """
+    layout_map = getattr(distribution, "_layout_map", None)
+    if layout_map is None:
+        return None
+    record = _record_of(layout_map)
+    keys = tuple(
+        key
+        for key in layout_map._layout_map
+        if key == path or not any(re.fullmatch(key, weight) for weight in record.variables)
+    )
+    key = _matching_key(keys, path)
+    if key is None:
+        return None
+    record.matched.add(key)
+    return layout_map._layout_map[key]
+
+
 def note_variable(distribution: Any, variable: Any, *, layout_given: bool) -> None:
     """Remember a variable's size, and whether a key or a `layout=` chose its layout."""
     layout_map = getattr(distribution, "_layout_map", None)
@@ -77,14 +99,25 @@ def _itemsize(variable: Any) -> int:
     return max(1, int(bits.group()) // 8) if bits else 1
 
 
-def warn_of_gaps(distribution: Any) -> None:
+# What Keras's optimizers call the state that they keep for a weight.
+_SLOTS = """momentum velocity velocity_hat accumulator accumulated_grad accumulated_delta_var linear
+    norm average average_gradient gradient_accumulator var""".split()  # noqa: SIM905
+
+
+def _is_for_slots(key: str, optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Whether a key is for state that the optimizer may make, which it does after this."""
+    paths = (f"{optimizer.name}/{v.path.replace('/', '_')}" for v in variables)
+    return any(re.fullmatch(key, f"{path}_{slot}") for path in paths for slot in _SLOTS)
+
+
+def warn_of_gaps(distribution: Any, optimizer: Any, variables: Sequence[Any]) -> None:
     """Called when training starts: keys without a variable, large variables without a key."""
     layout_map = getattr(distribution, "_layout_map", None)
     if layout_map is None:
         return
     record = _record_of(layout_map)
     for key in layout_map:
-        if key not in record.matched:
+        if key not in record.matched and not _is_for_slots(key, optimizer, variables):
             paths = ", ".join(f"'{p}'" for p in list(record.variables)[:3])
             warn_once(
                 ("unmatched key", id(layout_map), key),

@@ -13,7 +13,16 @@ import torch
 from keras.src import tree
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _loaders, _own_rows, _promotion, _random_state, _settings
+from keras_spmd import (
+    _layouts,
+    _loaders,
+    _own_rows,
+    _promotion,
+    _random_state,
+    _resuming,
+    _settings,
+    _whereabouts,
+)
 from keras_spmd._transfer import as_tensor, one_ahead, to_device
 
 _ARGUMENTS = ("x", "y", "sample_weight")
@@ -41,6 +50,7 @@ def distribute_batch(batch: Any) -> Any:
     distribution = _layouts.active_distribution()
     if distribution is None or _layouts.is_mesh_of_one(distribution.device_mesh):
         return batch
+    _whereabouts.note()
     if not distribution.auto_shard_dataset:
         return _own_rows.join(batch, distribution)
     return tree.map_structure(lambda leaf: _cut(leaf, distribution), batch)
@@ -118,6 +128,12 @@ def get_iterator_or(original: Callable) -> Callable:
     """`TorchEpochIterator._get_iterator`: batches come out laid out, each rank reading its rows."""
 
     def _get_iterator(self: Any) -> Any:
+        feed = _resuming.feed_of(self)
+        if feed is None:
+            return batches_of(self)
+        return feed.counted(lambda: batches_of(self), self.data_adapter)
+
+    def batches_of(self: Any) -> Any:
         distribution = _layouts.active_distribution()
         if distribution is None:
             arrays = _loaders.array_batches(self.data_adapter) if for_graph else None
@@ -162,7 +178,10 @@ def iter_or(original: Callable) -> Callable:
         distribution = _layouts.active_distribution()
         if distribution is not None and not _layouts.is_mesh_of_one(distribution.device_mesh):
             _random_state.keep_equal(warn=distribution.auto_shard_dataset)
-        return original(self)
+        _resuming.begin_iterating(self)
+        original(self)
+        _resuming.pass_over(self)
+        return self
 
     return __iter__
 

@@ -6,6 +6,14 @@ They are here so that one script serves all backends, and torch is not even impo
 from typing import Any
 
 
+def activate() -> bool:
+    return False
+
+
+def deactivate() -> None:
+    return None
+
+
 def distribute_batch(batch: Any) -> Any:
     return batch
 
@@ -36,3 +44,17 @@ def create_replicate_dtensor(tensor: Any, device_mesh: Any = None) -> Any:
 
 def explain(model: Any, graph_file: Any = None) -> list[Any]:
     return []
+
+
+def _on_torch_only(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "Sharded checkpoints are for Keras on torch. Start the program with KERAS_BACKEND=torch."
+    )
+
+
+save_checkpoint = load_checkpoint = latest_checkpoint = _on_torch_only
+ShardedCheckpoint: Any = _on_torch_only
+
+
+def show(model: Any) -> Any:
+    return None

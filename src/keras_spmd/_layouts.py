@@ -204,6 +204,11 @@ def leaves_a_rank_empty(size: int, count: int) -> bool:
     return -(-size // count) * (count - 1) >= size
 
 
+def divides(placement: Placement) -> bool:
+    """Whether it shards a dim. torch's strided shards don't say so of themselves."""
+    return not (placement.is_replicate() or placement.is_partial())
+
+
 def local_shape_and_offset(
     shape: Sequence[int],
     mesh: DeviceMesh,
@@ -211,7 +216,7 @@ def local_shape_and_offset(
     coordinate: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which part of a tensor of this global shape this rank holds, or the one at `coordinate`."""
-    if any(type(p) is not Shard and p.is_shard() for p in placements):
+    if any(type(p) is not Shard and divides(p) for p in placements):
         # Shards in an order of torch's own; it computes with tensors, which a trace would follow.
         with _disable_current_modes():
             local_shape, offset = compute_local_shape_and_global_offset(

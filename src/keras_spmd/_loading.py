@@ -4,7 +4,8 @@ Keras reads a variable and assigns it. Under a distribution what it reads is a p
 variable that gets it knows which part it wants.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -17,6 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from torch.distributed.tensor import DTensor
 
 from keras_spmd import _layouts
+from keras_spmd._progress import progress_of_bytes
 
 
 class Stored(NDArrayOperatorsMixin):
@@ -75,12 +77,65 @@ def get_item_or(original: Callable) -> Callable:
     return __getitem__
 
 
+def bytes_held(variable: Any) -> int:
+    """How large a variable is on this rank."""
+    x = variable._value
+    return 0 if x is None else getattr(x, "_local_tensor", x).nbytes
+
+
+# Told of each variable that is read, while a file is.
+_advance: Callable[[int], object] | None = None
+
+
+@contextlib.contextmanager
+def _shown(filepath: Any, total: int | None) -> Iterator[None]:
+    global _advance
+    if _advance is not None or _layouts.active_mesh() is None:
+        yield
+        return
+    with progress_of_bytes(f"Loading '{filepath}'", total=total) as _advance:
+        try:
+            yield
+        finally:
+            _advance = None
+
+
+def load_weights_or(original: Callable) -> Callable:
+    """`load_weights`: with a bar."""
+
+    def load_weights(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        with _shown(filepath, sum(bytes_held(v) for v in files_variables(model))):
+            return original(model, filepath, *args, **kwargs)
+
+    load_weights.__doc__ = original.__doc__
+    return load_weights
+
+
+def load_model_or(original: Callable) -> Callable:
+    """`load_model`: with a bar. How much there is to read is not known yet."""
+
+    def load_model(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        with _shown(filepath, None):
+            return original(filepath, *args, **kwargs)
+
+    load_model.__doc__ = original.__doc__
+    return load_model
+
+
+def files_variables(model: Any) -> list[Any]:
+    """What is in a model's files."""
+    optimizer = getattr(model, "optimizer", None)
+    return [*model.variables, *([] if optimizer is None else optimizer.variables)]
+
+
 def assign_or(original: Callable) -> Callable:
     """`Variable.assign`: a sharded variable reads its part."""
 
     def assign(self: Any, value: Any) -> Any:
         if not isinstance(value, Stored):
             return original(self, value)
+        if _advance is not None:
+            _advance(bytes_held(self))
         is_sharded = isinstance(self._value, DTensor) and not in_stateless_scope()
         if not is_sharded or tuple(value.shape) != tuple(self.shape):
             return original(self, np.asarray(value))

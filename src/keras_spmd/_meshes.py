@@ -47,7 +47,7 @@ def optimizer_build_or(original: Callable) -> Callable:
     def build(self: Any, variables: Any) -> None:
         distribution = _layouts.active_distribution()
         if distribution is not None:
-            _coverage.warn_of_gaps(distribution)
+            _coverage.warn_of_gaps(distribution, self, variables)
         original(self, variables)
 
     return build

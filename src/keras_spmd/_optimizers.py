@@ -20,6 +20,8 @@ from keras_spmd._gradients import lay_out_gradients
 # Where an optimizer keeps sums of gradients that are not in their variable's layout yet, by the
 # variable's index; past Keras's tracking of attributes.
 _PENDING = "_keras_spmd_pending"
+# Where it keeps slots that have a layout of their own, by the id of the weight, with the weight.
+_SLOTS = "_keras_spmd_slots"
 
 
 def core_or(original: Any) -> Any:
@@ -38,13 +40,14 @@ def apply_or(original: Callable) -> Callable:
         known = self._trainable_variables if trainable_variables is None else trainable_variables
         variables = list(known)
         values = [v._value for v in variables]
+        targets = _targets(self, variables)
         if len(grads) != len(values) or not any(isinstance(x, DTensor) for x in [*grads, *values]):
             return original(self, grads, trainable_variables)
         with torch.no_grad(), _promotion.promoting():
             if _waits(self):
-                grads = _ready_to_wait(grads, variables)
+                grads = _ready_to_wait(grads, variables, targets)
             else:
-                grads = lay_out_gradients(grads, values)
+                grads = lay_out_gradients(grads, targets)
             return original(self, grads, variables if trainable_variables is not None else None)
 
     apply.__doc__ = original.__doc__
@@ -56,14 +59,50 @@ def _waits(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps) and not in_stateless_scope()
 
 
-def _ready_to_wait(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _ready_to_wait(
+    grads: Sequence[Any], variables: Sequence[Any], targets: Sequence[torch.Tensor]
+) -> list[Any]:
     """Gradients that Keras uses at once, or that need no communication, in their layouts."""
     return [
-        lay_out_gradients([g], [v._value])[0]
+        lay_out_gradients([g], [target])[0]
         if getattr(v, "overwrite_with_gradient", False) or not isinstance(g, DTensor)
         else g
-        for g, v in zip(grads, variables, strict=True)
+        for g, v, target in zip(grads, variables, targets, strict=True)
     ]
+
+
+def add_slot_or(original: Callable) -> Callable:
+    """`add_variable_from_reference`: remember slots that are not laid out as their weight is."""
+
+    def add_variable_from_reference(self: Any, reference_variable: Any, *a: Any, **kw: Any) -> Any:
+        slot = original(self, reference_variable, *a, **kw)
+        if slot._layout is not None:
+            note_slot(self, reference_variable, slot, slot._layout)
+        return slot
+
+    add_variable_from_reference.__doc__ = original.__doc__
+    return add_variable_from_reference
+
+
+def note_slot(optimizer: Any, weight: Any, slot: Any, layout: Any) -> None:
+    given = getattr(weight, "_layout", None)
+    if given is not None and layout.axes != given.axes:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner.__dict__.setdefault(_SLOTS, {})[id(weight)] = (weight, slot)
+
+
+def _targets(optimizer: Any, variables: Sequence[Any]) -> list[torch.Tensor]:
+    """What has the layout that each gradient should have: a slot of the weight, or the weight.
+
+    A gradient that is used on shards of the slots arrives as shards, and the weight is gathered
+    when it is updated.
+    """
+    slots = getattr(optimizer, "inner_optimizer", optimizer).__dict__.get(_SLOTS, {})
+    targets = []
+    for variable in variables:
+        reference, slot = slots.get(id(variable), (None, None))
+        targets.append(slot._value if reference is variable else variable._value)
+    return targets
 
 
 def apply_gradients_or(original: Callable) -> Callable:
@@ -78,7 +117,7 @@ def apply_gradients_or(original: Callable) -> Callable:
                 for g, v in zip(grads, trainable_variables, strict=True)
             ]
             pending.clear()
-            grads = lay_out_gradients(grads, [v._value for v in trainable_variables])
+            grads = lay_out_gradients(grads, _targets(self, trainable_variables))
         original(self, grads, trainable_variables)
 
     return _backend_apply_gradients

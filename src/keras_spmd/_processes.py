@@ -5,20 +5,23 @@ no process group for that.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from keras.src.backend.torch import core as keras_torch
 
-from keras_spmd import _failures, _random_state, _rendezvous, _settings
+from keras_spmd import _addresses, _failures, _joining, _random_state, _rendezvous, _settings
 from keras_spmd._notices import warn_once
 from keras_spmd._rendezvous import Rendezvous
 
 _left_by_us = False
+_store: dist.Store | None = None
 
 
 def initialize(
@@ -109,6 +112,9 @@ def bind_device(local_rank: int | None = None) -> None:
         local_rank = meeting.local_rank
     if default_device_type() != "gpu" or torch.device(keras_torch.DEFAULT_DEVICE).index is not None:
         return
+    if _sees_its_own_gpu_only():
+        torch.cuda.set_device(0)
+        return
     if local_rank >= torch.cuda.device_count():
         raise RuntimeError(
             f"Process {local_rank} of this machine has no GPU of its own: the machine has "
@@ -116,6 +122,12 @@ def bind_device(local_rank: int | None = None) -> None:
             "KERAS_TORCH_DEVICE=cpu to run on CPUs."
         )
     torch.cuda.set_device(local_rank)
+
+
+def _sees_its_own_gpu_only() -> bool:
+    """Whether Slurm has bound each of its tasks to one GPU (`--gpus-per-task=1`)."""
+    bound = os.environ.get("SLURM_GPUS_PER_TASK") or os.environ.get("SLURM_TRES_PER_TASK")
+    return bool(bound) and torch.cuda.device_count() == 1
 
 
 def _check_against_group(num_processes: int | None, process_id: int | None) -> None:
@@ -130,89 +142,72 @@ def _check_against_group(num_processes: int | None, process_id: int | None) -> N
     _random_state.agree()
 
 
+def store() -> dist.Store:
+    """Where the processes of the job leave words for each other."""
+    return dist.distributed_c10d._get_default_store() if _store is None else _store
+
+
 def _join(meeting: Rendezvous) -> None:
+    global _store
     bind_device(meeting.local_rank)
-    store = _open_store(meeting)
-    _await_all(store, meeting)
-    _init_group(store, meeting.rank, meeting.world_size)
+    _store = store = _joining.join(meeting)
+    _addresses.choose_interface(store, meeting.rank, meeting.world_size)
+    try:
+        _init_group(store, meeting.rank, meeting.world_size)
+    except RuntimeError as error:
+        chosen = os.environ.get(_addresses.VARIABLE)
+        raise RuntimeError(
+            f"Process {meeting.rank} of {meeting.world_size} met the others at {meeting.address}, "
+            "but could not connect to them"
+            + (f" by the interface '{chosen}'" if chosen else "")
+            + f". Set {_addresses.VARIABLE} on each host to its interface in the network "
+            f"between the hosts. What torch says: {error}"
+        ) from error
     _failures.start(store, meeting.rank, meeting.world_size)
     _random_state.agree()
 
 
-def _open_store(meeting: Rendezvous) -> dist.Store:
-    try:
-        store = dist.TCPStore(
-            meeting.host,
-            meeting.port,
-            is_master=meeting.rank == 0 and not meeting.agent_store,
-            timeout=timedelta(seconds=_settings.join_timeout()),
-            wait_for_workers=False,
-        )
-    except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
-        role = (
-            "could not open the meeting point"
-            if meeting.rank == 0 and not meeting.agent_store
-            else f"waited {_settings.join_timeout():g} s, but process 0 never answered"
-        )
-        raise RuntimeError(
-            f"Process {meeting.rank} of {meeting.world_size} {role} at {meeting.address} "
-            f"(from {meeting.source}). Is the address right, is the port free and open between "
-            "the hosts, and did process 0 start? KERAS_SPMD_JOIN_TIMEOUT sets how many seconds "
-            "to wait."
-        ) from error
-    # A restarted job finds the keys of its earlier life in torchrun's store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"keras_spmd/{attempt}", store)
-
-
-def _await_all(store: dist.Store, meeting: Rendezvous) -> None:
-    """Wait until every process has arrived, or say which ones did not."""
-    store.set(f"here/{meeting.rank}", "1")
-    arrived = store.add("arrived", 1)
-    deadline = time.monotonic() + _settings.join_timeout()
-    while arrived < meeting.world_size:
-        if store.check(["verdict"]):
-            _give_up(meeting, store.get("verdict").decode())
-        if time.monotonic() > deadline:
-            here = [r for r in range(meeting.world_size) if store.check([f"here/{r}"])]
-            absent = sorted(set(range(meeting.world_size)) - set(here))
-            verdict = f"{len(here)} of {meeting.world_size} processes arrived, {absent} did not"
-            # The others should hear it before the process that serves the meeting point ends.
-            store.set("verdict", verdict)
-            time.sleep(1)
-            _give_up(meeting, verdict)
-        time.sleep(0.02)
-        arrived = store.add("arrived", 0)
-
-
-def _give_up(meeting: Rendezvous, verdict: str) -> None:
-    raise TimeoutError(
-        f"Process {meeting.rank} waited at {meeting.address} (from {meeting.source}): {verdict} "
-        f"within {_settings.join_timeout():g} s. Did they start, and can their hosts reach that "
-        "address? KERAS_SPMD_JOIN_TIMEOUT sets how many seconds to wait."
-    )
-
-
 def _init_group(store: dist.Store, rank: int, world_size: int) -> None:
     global _left_by_us
+    timeout = timedelta(seconds=_settings.timeout())
     if default_device_type() == "gpu":
         dist.init_process_group(
             "cpu:gloo,cuda:nccl",
             store=store,
             rank=rank,
             world_size=world_size,
+            timeout=timeout,
             device_id=torch.device("cuda", torch.cuda.current_device()),
         )
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
     if not _left_by_us:
         atexit.register(leave)
         _left_by_us = True
 
 
+# What has to come to its end while the others can still be reached.
+_before_leaving: list[Callable[[], object]] = []
+
+
+def before_leaving(finish: Callable[[], object]) -> None:
+    _before_leaving.append(finish)
+
+
 def leave() -> None:
     """Leave the process group; called at exit, after errors too."""
+    with contextlib.ExitStack() as rest:
+        rest.callback(_leave_group)
+        for finish in reversed(_before_leaving):
+            rest.callback(finish)
+
+
+def _leave_group() -> None:
+    global _store
     _failures.stop()
+    _store = None
     if dist.is_initialized():
         # gloo's threads need the interpreter's lock to drop their last tensors. One that asks for
         # it while the interpreter shuts down aborts the process, so let them have it now.

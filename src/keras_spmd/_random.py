@@ -132,7 +132,7 @@ def _lay(shape: Sequence[int]) -> _Laid:
     if mesh is not None:
         for tensor in reversed(_at_hand.tensors):
             laid = _lay_like(tensor, shape)
-            if tensor.device_mesh == mesh and any(p.is_shard() for p in laid.placements):
+            if tensor.device_mesh == mesh and any(map(_layouts.divides, laid.placements)):
                 return laid
     return _Laid(shape, None, ())
 

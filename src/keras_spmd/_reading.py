@@ -6,11 +6,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from keras_spmd import _whereabouts
 from keras_spmd.rules._specs import to_replicated
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
     """The global tensor, on every rank and in host memory, without a gradient."""
+    _whereabouts.note()
     # On the local tensors: torch can't even detach a DTensor in inference mode.
     return to_replicated(tensor).detach().cpu()
 

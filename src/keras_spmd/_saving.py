@@ -18,8 +18,10 @@ import torch.distributed as dist
 from keras.src.utils import file_utils, io_utils
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _processes
+from keras_spmd import _layouts, _processes, _whereabouts
 from keras_spmd._gathering import whole_on_rank_0
+from keras_spmd._loading import files_variables
+from keras_spmd._progress import progress_of_bytes
 
 
 class _Stopped(Exception):
@@ -32,15 +34,17 @@ class _Save:
     Before each variable rank 0 says "next", or what went wrong; in the end "done".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, advance: Callable[[int], object]) -> None:
         self.is_writer = _processes.process_id() == 0
+        self.advance = advance
 
     def whole(self, value: Any) -> Any:
         """What is to be written, on rank 0."""
         x = getattr(value, "value", value)
+        self.advance(getattr(x, "nbytes", 0))
         if not isinstance(x, DTensor):
             return value
-        word = _heard("next")
+        word = heard("next")
         if word != "next":
             raise _Stopped(word)
         return whole_on_rank_0(x)
@@ -54,10 +58,11 @@ def is_under_way() -> bool:
     return _current is not None
 
 
-def _heard(word: Any) -> Any:
+def heard(word: Any) -> Any:
     """What rank 0 says."""
     words = [word]
     if _processes.num_processes() > 1:
+        _whereabouts.note()
         dist.broadcast_object_list(words, src=0)
     return words[0]
 
@@ -95,7 +100,11 @@ def save_or(original: Callable) -> Callable:
             return original(model, filepath, overwrite, *args, **kwargs)
         if not overwrite and not _may_overwrite(filepath):
             return None
-        with _saving(filepath) as path:
+        size = sum(v._value.nbytes for v in files_variables(model) if v._value is not None)
+        with (
+            progress_of_bytes(f"Saving '{filepath}'", total=size) as advance,
+            _saving(filepath, advance) as path,
+        ):
             return original(model, path, True, *args, **kwargs)
 
     save.__doc__ = original.__doc__
@@ -114,17 +123,17 @@ def _may_overwrite(filepath: Any) -> bool:
     is_path = not isinstance(filepath, io.IOBase)
     if _processes.process_id() == 0 and is_path and os.path.exists(filepath):
         may = io_utils.ask_to_proceed_with_overwrite(str(filepath))
-    return _heard(may)
+    return heard(may)
 
 
 @contextlib.contextmanager
-def _saving(filepath: Any) -> Iterator[Any]:
+def _saving(filepath: Any, advance: Callable[[int], object]) -> Iterator[Any]:
     """Where this rank writes to. On leaving, rank 0 has put it where it belongs."""
     global _current
     if _current is not None:  # A save that saves something else, too.
         yield filepath
         return
-    _current = save = _Save()
+    _current = save = _Save(advance)
     word = ""
     try:
         with _place(filepath) if save.is_writer else _nowhere(filepath) as path:
@@ -132,11 +141,11 @@ def _saving(filepath: Any) -> Iterator[Any]:
     except _Stopped as stopped:
         word = str(stopped)
     except Exception as error:
-        _heard(f"{type(error).__name__}: {error}")
+        heard(f"{type(error).__name__}: {error}")
         raise
     finally:
         _current = None
-    word = word or _heard("done")
+    word = word or heard("done")
     if word != "done":
         raise OSError(f"Rank 0 could not save '{filepath}': {word}")
 

@@ -37,6 +37,11 @@ def join_timeout() -> float:
     return _number("KERAS_SPMD_JOIN_TIMEOUT", 300.0)
 
 
+def timeout() -> float:
+    """`KERAS_SPMD_TIMEOUT`: how many seconds a rank waits for another one before it gives up."""
+    return _number("KERAS_SPMD_TIMEOUT", 600.0)
+
+
 def large_share() -> float:
     """`KERAS_SPMD_LARGE_SHARE`: the share of a model that makes a variable a large one."""
     return _number("KERAS_SPMD_LARGE_SHARE", 0.25)
@@ -65,3 +70,15 @@ def recompute(*, default: bool) -> bool:
 def compiler() -> str:
     """What makes code of a captured step: "inductor", or "none" to run the graph as it is."""
     return os.environ.get("KERAS_SPMD_COMPILER", "inductor")
+
+
+def failure_was_shown() -> bool:
+    """Whether `keras-spmd run` has shown the traceback of the rank that failed, on this host."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    folder = os.environ.get("KERAS_SPMD_RUN_FOLDER")
+    return folder is not None and os.path.exists(os.path.join(folder, f"failed.{attempt}"))
+
+
+def progress() -> bool:
+    """`KERAS_SPMD_PROGRESS=0`: no spinners and bars, in terminals either."""
+    return os.environ.get("KERAS_SPMD_PROGRESS", "1") != "0"

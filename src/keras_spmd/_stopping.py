@@ -27,8 +27,8 @@ class _Vote:
         return int(self.count)
 
 
-class _Ballot:
-    """The votes on one attribute of a model, such as `stop_training`."""
+class Ballot:
+    """The votes on one attribute, such as `stop_training` of a model."""
 
     def __init__(self, attribute: str) -> None:
         self.attribute = attribute
@@ -51,6 +51,11 @@ class _Ballot:
     def _is_decided(self) -> bool:
         last, self.last = self.last, None
         return last is not None and last.votes() > 0
+
+
+def is_wanted_by_any(wanted: bool) -> bool:
+    """Whether any rank wants something. Takes all ranks, and waits for them."""
+    return _Vote(wanted).votes() > 0
 
 
 def batch_end_or(attribute: str) -> Callable[[Callable], Callable]:
@@ -80,8 +85,8 @@ def epoch_end_or(original: Callable) -> Callable:
     return on_epoch_end
 
 
-def _ballot(callbacks: Any, attribute: str) -> _Ballot:
+def _ballot(callbacks: Any, attribute: str) -> Ballot:
     ballots = callbacks.__dict__.setdefault("_keras_spmd_ballots", {})
     if attribute not in ballots:
-        ballots[attribute] = _Ballot(attribute)
+        ballots[attribute] = Ballot(attribute)
     return ballots[attribute]

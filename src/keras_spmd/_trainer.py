@@ -6,7 +6,7 @@ from typing import Any
 
 from keras.src.backend.torch.core import get_device
 
-from keras_spmd import _data, _layouts, _promotion, _random, _transfer, _variables
+from keras_spmd import _callbacks, _data, _layouts, _promotion, _random, _transfer, _variables
 
 
 def make_function_or(attribute: str) -> Callable[[Callable], Callable]:
@@ -66,7 +66,7 @@ def _with_layout(step: Callable) -> Callable:
 
 
 def callback_list_init_or(original: Callable) -> Callable:
-    """`CallbackList.__init__`: no callbacks in a thread of their own.
+    """`CallbackList.__init__`: who saves comes last, and no callbacks in a thread of their own.
 
     They read logs, which may take a collective, and collectives must come in the same order on
     every rank. The logs of a graph are whole: on a GPU a thread may wait for them while the next
@@ -75,6 +75,7 @@ def callback_list_init_or(original: Callable) -> Callable:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        _callbacks.savers_last(self.callbacks)
         is_graph = bool(getattr(self.model, "jit_compile", False))
         is_on_gpu = get_device().startswith("cuda")
         if (is_graph and not is_on_gpu) or (_layouts.active_mesh() is not None and not is_graph):

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from keras.src.backend.common import global_state
 from keras.src.backend.torch import core as keras_torch
+from keras.src.initializers.constant_initializers import Zeros
 from keras.src.metrics.metric import Metric
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from keras_spmd import _coverage, _initial_values, _layouts, _promotion, _random
+from keras_spmd import _coverage, _initial_values, _layouts, _promotion, _random, _whereabouts
 from keras_spmd._capturing import here
 from keras_spmd._layouts import BackendLayout
 from keras_spmd._notices import warn_once
+from keras_spmd._planning import is_planning
 
 any_sharded = False
 
@@ -33,9 +35,13 @@ def _resolve_layout(variable: Any, shape: tuple[int, ...]) -> Any:
         # Counters and seeds are the same everywhere, whatever a pattern like '.*' says.
         variable._layout = _layouts.replicated_layout(distribution.device_mesh, len(shape))
         return variable._layout
+    is_slot = _is_state_of(BaseOptimizer)
+    if layout_given and is_slot:
+        # Its weight's layout, unless a key names the slot itself.
+        variable._layout = _coverage.slot_layout(distribution, variable.path) or variable._layout
     if not layout_given:
         variable._layout = distribution.get_variable_layout(variable)
-    if _is_state_of(BaseOptimizer):
+    if is_slot:
         if not layout_given and len(variable._layout.axes) > len(shape):
             # Rows or columns of a weight, under a name that the weight's pattern matches.
             variable._layout = _layouts.replicated_layout(distribution.device_mesh, len(shape))
@@ -119,12 +125,16 @@ def track_module_parameters_or(original: Callable) -> Callable:
 
     def _track_module_parameters(self: Any) -> None:
         original(self)
-        for module in self.module.modules():
-            for name, parameter in module._parameters.items():
-                if parameter in _sharded_parameters:
-                    module._parameters[name] = _sharded_parameters[parameter]
+        use_sharded_parameters(self.module)
 
     return _track_module_parameters
+
+
+def use_sharded_parameters(wrapped: torch.nn.Module) -> None:
+    for module in wrapped.modules():
+        for name, parameter in module._parameters.items():
+            if parameter in _sharded_parameters:
+                module._parameters[name] = _sharded_parameters[parameter]
 
 
 def initialize_with_initializer_or(original: Callable) -> Callable:
@@ -135,6 +145,9 @@ def initialize_with_initializer_or(original: Callable) -> Callable:
             initialize(self, initializer)
 
     def initialize(self: Any, initializer: Callable) -> None:
+        if is_planning():
+            # Nobody looks at the values, and a generator can't be seeded without them.
+            initializer = Zeros()
         target = None if _is_symbolic() else _target(self, self._shape)
         if target is None:
             if self._layout is None or _is_symbolic() or str(keras_torch.get_device()) == "cpu":
@@ -241,6 +254,8 @@ def layer_call_or(original: Callable) -> Callable:
         if not _promotion.is_promoting():
             # A mesh of one, where all tensors are plain.
             return original(self, *args, **kwargs)
+        if global_state.get_global_attribute("current_call_ctx") is None:
+            _whereabouts.note()
         is_new = self.__dict__.get("_keras_spmd_seen_in") != id(distribution)
         if is_new and self.built:
             _check_mesh(self, distribution)

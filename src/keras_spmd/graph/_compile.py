@@ -33,7 +33,8 @@ def decompositions() -> dict:
     """How the compiler takes ops apart."""
     if _settings.compiler() == "none":
         return {}
-    from torch._inductor import config
+    # Some of its decompositions use `lowering` without importing it.
+    from torch._inductor import config, lowering  # noqa: F401
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(_OPTIONS):
@@ -105,9 +106,14 @@ def _whole(module: GraphModule, is_on_gpu: bool) -> Callable:
 
 def _update(module: GraphModule) -> Callable:
     """A few elementwise ops, which need none of what Inductor does to prepare a graph."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    with config.patch(_OPTIONS):
+    # Inductor keeps on disk only what has a place for conditions on shapes, though there are none.
+    mode = inputs[0].fake_mode
+    mode.shape_env = mode.shape_env or ShapeEnv()
+    with config.patch(_OPTIONS), tracing(TracingContext(mode)):
         return compile_fx_inner(module, inputs, is_inference=True)

@@ -4,6 +4,7 @@ import torch
 from torch.fx import GraphModule
 
 from keras_spmd import _settings
+from keras_spmd._planning import is_on_gpu
 from keras_spmd.graph import _collectives
 from keras_spmd.graph._buckets import merge_into_buckets
 from keras_spmd.graph._constants import fold_constants
@@ -17,17 +18,17 @@ def improved(module: GraphModule) -> GraphModule:
     keep_on_device(module)
     fold_constants(module)
     _collectives.merge_duplicates(module.graph)
-    is_on_gpu = _is_on_gpu(module)
-    if _settings.recompute(default=is_on_gpu):
+    on_gpu = _is_on_gpu(module)
+    if _settings.recompute(default=on_gpu):
         module = recompute_cheap_activations(module)
-    if not is_on_gpu and _settings.compiler() != "none":
+    if not on_gpu and _settings.compiler() != "none":
         use_onednn(module)
     if _collectives.collectives_of(module):
         merge_into_buckets(module.graph)
         # gloo has been seen to corrupt memory with several collectives under way at once.
-        if is_on_gpu:
+        if on_gpu:
             _collectives.prefetch_weights(module.graph)
-        _collectives.sort(module.graph, late_waits=is_on_gpu)
+        _collectives.sort(module.graph, late_waits=on_gpu)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -35,4 +36,4 @@ def improved(module: GraphModule) -> GraphModule:
 
 def _is_on_gpu(module: GraphModule) -> bool:
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
-    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+    return any(isinstance(value, torch.Tensor) and is_on_gpu(value) for value in values)

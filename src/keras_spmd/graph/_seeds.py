@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from keras_spmd import _layouts
+from keras_spmd._planning import is_on_gpu
 
 
 def seed_after(tensors: Any) -> torch.Tensor | None:
@@ -28,7 +29,7 @@ def seed_after(tensors: Any) -> torch.Tensor | None:
 
 
 def _pays(loss: torch.Tensor) -> bool:
-    return loss.is_cuda
+    return is_on_gpu(loss)
 
 
 def _ones_after(value: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from keras.src.backend.common import global_state
 
 from keras_spmd import _data, _layouts, _random, _settings, _transfer
 from keras_spmd._notices import warn_once
+from keras_spmd._progress import progress
 from keras_spmd._promotion import is_dtensor
 from keras_spmd.graph import _attributes, _reasons
 from keras_spmd.graph._agreement import Verdict, agree, signature_of
@@ -209,7 +210,8 @@ class Step:
         entry.seconds["capture"] = time.perf_counter() - start
         start = time.perf_counter()
         inputs = [*captured.state(), *batch.locals()]
-        run = compile_graph(captured.module)
+        with progress(f"Compiling the {self.kind} step of {self.model.name}"):
+            run = compile_graph(captured.module)
         if can_be_replayed(inputs, len(collectives_of(captured.module))):
             run = Replayed(run, len(captured.slots))
         entry.use(captured, run)

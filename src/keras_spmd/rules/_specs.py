@@ -3,7 +3,7 @@
 Autograd is above this level, so nothing here is differentiable, and nothing needs to be.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from torch.utils._pytree import tree_leaves
 from keras_spmd import _promotion
 
 Placements = tuple[Placement, ...]
+
+# torch remembers its own decisions, but not what is done instead. Outside of a graph that must be
+# worth the time.
+MANY_BYTES = 2**16
 
 
 def mesh_of(*structures: Any) -> DeviceMesh:
@@ -50,18 +54,36 @@ def local_as(tensor: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
         return None
     if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
         tensor = to_replicated(tensor)
+    placements = tuple(placements)
     if isinstance(tensor, DTensor):
+        if is_pending(tensor) and placements == without_partial(tensor.placements):
+            settle(tensor)
         local_tensor, source = tensor._local_tensor, tensor._spec
     else:
         _promotion.check_promoted(tensor)
         local_tensor, source = tensor, _spec(tensor, mesh, replicated(mesh))
-    placements = tuple(placements)
     if source.placements != placements:
         target = DTensorSpec(mesh, placements, tensor_meta=source.tensor_meta)
         local_tensor = redistribute_local_tensor(local_tensor, source, target)
     if isinstance(local_tensor, AsyncCollectiveTensor):
         local_tensor = local_tensor.wait()
     return local_tensor
+
+
+def settle(tensor: DTensor) -> None:
+    """Take a pending sum once, for all that will ask for it.
+
+    The value is the same afterwards. A view would no longer share the memory of what it views, so
+    its sum is taken anew by each who asks.
+    """
+    if tensor._base is not None:
+        return
+    placements = without_partial(tensor.placements)
+    target = DTensorSpec(tensor.device_mesh, placements, tensor_meta=tensor._spec.tensor_meta)
+    local_tensor = redistribute_local_tensor(tensor._local_tensor, tensor._spec, target)
+    if isinstance(local_tensor, AsyncCollectiveTensor):
+        local_tensor = local_tensor.wait()
+    tensor._local_tensor, tensor._spec = local_tensor.detach(), target
 
 
 def to_replicated(tensor: DTensor) -> torch.Tensor:
@@ -124,7 +146,7 @@ def reduce_over(local_tensor: torch.Tensor, mesh: DeviceMesh, axis: int, how: st
 def overwrite(target: DTensor, value: torch.Tensor) -> None:
     """Write a global value, that every rank has, into the shards of `target`."""
     part = local_as(value, target.device_mesh, without_partial(target.placements))
-    target._local_tensor.copy_(part if counts_here(target) else torch.zeros_like(part))
+    target._local_tensor.copy_(only_if(counts_here(target), part))
 
 
 def counts_here(target: DTensor) -> bool:
@@ -138,12 +160,38 @@ def counts_here(target: DTensor) -> bool:
     return not any(p == Partial() and coordinate[i] for i, p in enumerate(target.placements))
 
 
+def only_if(is_mine: bool, value: torch.Tensor, otherwise: float = 0) -> torch.Tensor:
+    """`value` on the ranks it belongs on, by the same ops on all: they run one graph."""
+    condition = torch.full((), is_mine, dtype=torch.bool, device=value.device)
+    return torch.where(condition, value, otherwise).to(value.dtype)
+
+
 def nbytes(tensor: DTensor) -> int:
     """Bytes of the global tensor."""
     return tensor.numel() * tensor._local_tensor.element_size()
 
 
-def has_no_empty_shard(size: int, mesh: DeviceMesh) -> bool:
-    """Whether a dim of this size gives every rank at least one element, on any axes of the mesh."""
-    counts = {*mesh.shape, mesh.size()}
-    return all(-(-size // n) * (n - 1) < size for n in counts)
+def without_empty_shards(
+    placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh, dim: int
+) -> list[Placement]:
+    """`placements`, but without shards of `dim` of which some rank would have none."""
+    result: list[Placement] = []
+    sizes = {shape[dim]} if shape else set()
+    for axis, p in enumerate(placements):
+        parts = parts_of(sizes, mesh.size(axis))
+        if p == Shard(dim) and 0 in parts:
+            result.append(Replicate())
+            continue
+        if p == Shard(dim):
+            sizes = parts
+        result.append(p)
+    return result
+
+
+def parts_of(sizes: Iterable[int], count: int) -> set[int]:
+    """The sizes of the parts when each of `sizes` is divided among so many ranks."""
+    parts: set[int] = set()
+    for size in sizes:
+        full = -(-size // count)
+        parts |= {full, max(0, size - full * (count - 1))}
+    return parts

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from keras_spmd._layouts import local_shape_and_offset
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import has_no_empty_shard, local_as, mesh_of, wrap
+from keras_spmd.rules._specs import local_as, mesh_of, without_empty_shards, wrap
 
 # Scores are (time, batch, classes), everything else has the batch first.
 SCORES_BATCH = 1
@@ -18,11 +18,12 @@ def _batch_axes(mesh: DeviceMesh, scores: Any, targets: Any) -> list[bool]:
     """For each mesh axis whether it shards the batch."""
     batch = scores.shape[SCORES_BATCH]
     # Targets of all sequences in one row can't be told apart.
-    usable = targets.ndim == 2 and scores.ndim == 3 and has_no_empty_shard(batch, mesh)
-    return [
+    usable = targets.ndim == 2 and scores.ndim == 3
+    axes = [
         usable and (_is_shard(scores, axis, SCORES_BATCH) or _is_shard(targets, axis, 0))
         for axis in range(mesh.ndim)
     ]
+    return [p == Shard(0) for p in without_empty_shards(_like(axes, 0), (batch,), mesh, 0)]
 
 
 def _is_shard(x: Any, axis: int, dim: int) -> bool:

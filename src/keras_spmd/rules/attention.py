@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import has_no_empty_shard, local_as, wrap
+from keras_spmd.rules._specs import local_as, without_empty_shards, wrap
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
 
@@ -27,9 +27,12 @@ def _sharded_dims(mesh: DeviceMesh, tensors: tuple, *, is_causal: bool) -> list[
         ]
         # A causal mask would need each shard's place in the sequence.
         allowed = (BATCH, HEADS) if is_causal else (BATCH, HEADS, SEQUENCE)
-        usable = [d for d in dims if d in allowed and has_no_empty_shard(tensors[0].shape[d], mesh)]
+        usable = [d for d in dims if d in allowed]
         chosen.append(usable[0] if usable else None)
-    return chosen
+    placements = _query_like(chosen)
+    for dim in (BATCH, HEADS, SEQUENCE):
+        placements = without_empty_shards(placements, tensors[0].shape, mesh, dim)
+    return [p.dim if isinstance(p, Shard) else None for p in placements]
 
 
 def _query_like(dims: list[int | None]) -> list[Placement]:

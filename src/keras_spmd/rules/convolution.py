@@ -7,10 +7,11 @@ if the result were whole: silently wrong.
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from keras_spmd.rules._registry import sharding
-from keras_spmd.rules._specs import has_no_empty_shard
+from keras_spmd.rules._specs import parts_of
 
 Choice = tuple[list[Any], list[Any]]
 
@@ -27,11 +28,19 @@ def _shardable_channels(weight: Any, transposed: bool, groups: int) -> tuple[boo
     """
     if groups != 1:
         return False, False
-    in_dim, out_dim = _channel_dims(transposed)
-    return (
-        has_no_empty_shard(weight.shape[in_dim], weight.mesh),
-        has_no_empty_shard(weight.shape[out_dim], weight.mesh),
-    )
+    in_dim, out_dim = (weight.shape[dim] for dim in _channel_dims(transposed))
+    return _is_shardable(in_dim, weight.mesh), _is_shardable(out_dim, weight.mesh)
+
+
+def _is_shardable(size: int, mesh: DeviceMesh) -> bool:
+    """Whether every rank has a part, on whichever axes. torch divides no dim into more parts than
+    it has elements, so all axes together count only if there are that many."""
+    parts = {size}
+    for count in mesh.shape:
+        if 0 in parts_of({size}, count):
+            return False
+        parts = parts_of(parts, count)
+    return 0 not in parts or size < mesh.size()
 
 
 @sharding("aten.convolution.default")

@@ -19,8 +19,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keras_spmd._capturing import is_capturing
-from keras_spmd.rules._specs import is_pending, local_as, replicated, without_partial, wrap
-from keras_spmd.rules.fallback import run_replicated, written_arguments
+from keras_spmd.rules._specs import (
+    local_as,
+    replicated,
+    wrap,
+)
+from keras_spmd.rules.fallback import run_replicated
+from keras_spmd.rules.pending import (
+    gains_by_sums,
+    has_pending,
+    is_linear,
+    is_worth_it,
+    rounds,
+    run_without_pending_sums,
+    settled_for,
+)
+from keras_spmd.rules.products import with_gathered_factor
 from keras_spmd.rules.views import view_by_exchange
 
 
@@ -48,8 +62,8 @@ def deciding_or(original: Callable) -> Callable:
             with _untraced(op_info):
                 decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
         except (NotImplementedError, RuntimeError) as no_rule:
-            if _has_pending((args, kwargs)):
-                return _run_without_pending_sums(op, args, kwargs)
+            if has_pending((args, kwargs)):
+                return run_without_pending_sums(op, args, kwargs)
             if any(map(_shards_one_element, tree_leaves((args, kwargs)))):
                 args, kwargs = tree_map(_with_whole_elements, (args, kwargs))
                 return op(*args, **kwargs)
@@ -67,10 +81,17 @@ def deciding_or(original: Callable) -> Callable:
             _is_impossible(decision, op_info.schema)
             or _invents_shards(decision, op_info.schema)
             or _would_move_its_target(decision, op, args)
-            or (_rounds(op, args, kwargs) and _has_pending(args))
-            or (_IS_OLD and not _is_linear(op) and _has_pending(args))
+            or (rounds(op, args, kwargs) and has_pending(args))
+            or (gains_by_sums(op, args, kwargs) and has_pending(args))
+            or (_IS_OLD and not is_linear(op) and has_pending(args))
         ):
-            return _run_without_pending_sums(op, args, kwargs)
+            return run_without_pending_sums(op, args, kwargs)
+        have, want = _layouts_of(decision, op_info.schema)
+        if is_worth_it(args) and settled_for(have, want, args):
+            return op(*args, **kwargs)
+        gathered = with_gathered_factor(op, args, have, want)
+        if gathered is not None:
+            return op(*gathered, **kwargs)
         return decision
 
     return decide
@@ -108,13 +129,6 @@ _WRONG = ("native_group_norm_backward",)
 # source of index_add but not its index.
 _IS_OLD = tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13)
 _WRONG_IN_OLD = ("index_add", "index_add_")
-_LINEAR = frozenset(
-    """add sub neg mul div sum mean mm bmm addmm add_ sub_ copy_ clone detach alias _to_copy view
-    reshape _unsafe_view permute transpose t expand squeeze unsqueeze slice select slice_backward
-    select_backward ones_like zeros_like empty_like full_like _local_scalar_dense""".split()  # noqa: SIM905
-)
-
-
 # Reductions for which an empty list of dims means all of them; torch's rules take it for none.
 _REDUCTIONS = frozenset(
     """sum mean nansum amax amin logsumexp std var std_mean var_mean norm
@@ -130,15 +144,6 @@ def _means_all_dims(op: torch._ops.OpOverload, args: tuple) -> bool:
         and args[0].ndim > 0
         and op._schema.arguments[1].name == "dim"
     )
-
-
-def _rounds(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether numbers become coarser ones: not the same for the parts of a sum."""
-    dtype = kwargs.get("dtype")
-    if op is not torch.ops.aten._to_copy.default or dtype is None:
-        return False
-    keeps = dtype.is_floating_point or dtype.is_complex
-    return not keeps or dtype.itemsize < args[0].dtype.itemsize
 
 
 _VIEWS = ("view", "_unsafe_view", "reshape", "unflatten")
@@ -210,14 +215,6 @@ def _writes_by_mask(op: torch._ops.OpOverload, args: tuple) -> bool:
     )
 
 
-def _is_linear(op: torch._ops.OpOverload) -> bool:
-    return op.overloadpacket.__name__ in _LINEAR
-
-
-def _has_pending(args: Any) -> bool:
-    return any(isinstance(x, DTensor) and is_pending(x) for x in tree_leaves(args))
-
-
 def _would_move_its_target(
     decision: OutputSharding, op: torch._ops.OpOverload, args: tuple
 ) -> bool:
@@ -268,6 +265,19 @@ def _invents_shards(decision: OutputSharding, asked: OpSchema) -> bool:
     )
 
 
+def _layouts_of(decision: Any, asked: OpSchema) -> tuple[list, list]:
+    """How the tensors of an op lie, and how torch wants them to lie; nothing if it is the same."""
+    if not isinstance(decision, OutputSharding):
+        return [], []
+    if not decision.needs_redistribute or decision.redistribute_schema is None:
+        return [], []
+    have, want = (
+        [s for s in tree_leaves(schema.args_schema, is_leaf=_is_spec) if _is_spec(s)]
+        for schema in (asked, decision.redistribute_schema)
+    )
+    return (have, want) if len(have) == len(want) else ([], [])
+
+
 def _moves(decision: OutputSharding, asked: OpSchema) -> list[tuple[DTensorSpec, DTensorSpec]]:
     """For each tensor of an op: how it lies, and how torch wants it to lie."""
     if not decision.needs_redistribute or decision.redistribute_schema is None:
@@ -279,23 +289,3 @@ def _moves(decision: OutputSharding, asked: OpSchema) -> list[tuple[DTensorSpec,
 
 def _is_spec(x: object) -> bool:
     return isinstance(x, DTensorSpec)
-
-
-def _run_without_pending_sums(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """The op again, after its pending sums have been taken."""
-    if not _has_pending((args, kwargs)):
-        return run_replicated(op, args, kwargs)
-    for x in written_arguments(op, args, kwargs):
-        if isinstance(x, DTensor) and is_pending(x):
-            # The tensor itself must go on, so it stops being pending: its value is the same.
-            settled = _summed(x)
-            x._local_tensor, x._spec = settled._local_tensor, settled._spec
-    args, kwargs = tree_map(
-        lambda x: _summed(x) if isinstance(x, DTensor) and is_pending(x) else x, (args, kwargs)
-    )
-    return op(*args, **kwargs)
-
-
-def _summed(x: DTensor) -> DTensor:
-    placements = without_partial(x.placements)
-    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import counts_here, to_replicated
+from keras_spmd.rules._specs import counts_here, only_if, to_replicated
 from keras_spmd.rules.writing import write_through
 
 
@@ -19,6 +19,6 @@ def fill(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     number = to_replicated(value) if isinstance(value, DTensor) else value
     if not isinstance(x, DTensor):
         return op(x, number)
-    op(x._local_tensor, number if counts_here(x) else torch.zeros_like(number))
+    op(x._local_tensor, only_if(counts_here(x), number))
     write_through(x)
     return x

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from keras_spmd._layouts import local_shape_and_offset
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import has_no_empty_shard, local_as, mesh_of, wrap
+from keras_spmd.rules._specs import local_as, mesh_of, without_empty_shards, wrap
 
 
 def _dim_on(x: Any, axis: int) -> int | None:
@@ -27,10 +27,13 @@ def _plan(mesh: DeviceMesh, x: Any, dim: int, index: Any) -> tuple[list, list, l
     of_x: list[Placement] = []
     of_index: list[Placement] = []
     of_result: list[Placement] = []
+    usable: list[Placement] = []
+    if isinstance(x, DTensor):
+        usable = without_empty_shards(x.placements, x.shape, mesh, dim)
     for axis in range(mesh.ndim):
         source, wanted = _dim_on(x, axis), _dim_on(index, axis)
         source_plan: tuple[Placement, Placement, Placement] = (Replicate(),) * 3
-        if source == dim and has_no_empty_shard(x.shape[dim], mesh):
+        if source == dim and usable[axis] == Shard(dim):
             source_plan = (Shard(dim), Replicate(), Partial())
         elif wanted == dim:
             source_plan = (Replicate(), Shard(dim), Shard(dim))

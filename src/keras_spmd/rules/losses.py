@@ -16,10 +16,10 @@ from keras_spmd._layouts import local_shape_and_offset
 from keras_spmd.rules._registry import handler
 from keras_spmd.rules._specs import (
     Placements,
-    has_no_empty_shard,
     local_as,
     mesh_of,
     replicated,
+    without_empty_shards,
     without_partial,
     wrap,
 )
@@ -105,7 +105,8 @@ class _Likelihood:
         self.mesh = mesh_of((scores, target))
         self.class_dim = 1 if scores.ndim > 1 else 0
         self.shape, self.ignore_index = scores.shape, ignore_index
-        self.scores = tuple(self._along(axis, scores, target) for axis in range(self.mesh.ndim))
+        along = [self._along(axis, scores, target) for axis in range(self.mesh.ndim)]
+        self.scores = tuple(without_empty_shards(along, self.shape, self.mesh, self.class_dim))
         self.target = tuple(self._target(p) for p in self.scores)
         self.total = tuple(Partial() if isinstance(p, Shard) else p for p in self.scores)
         self.each = tuple(
@@ -120,8 +121,7 @@ class _Likelihood:
                 dim = dim + 1 if is_target and dim > 0 else dim
                 if is_target and scores.ndim == 1:
                     continue
-                if dim != self.class_dim or has_no_empty_shard(scores.shape[dim], self.mesh):
-                    return Shard(dim)
+                return Shard(dim)
         return Replicate()
 
     def _target(self, p: Placement) -> Placement:

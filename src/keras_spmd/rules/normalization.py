@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from keras_spmd.rules._registry import handler, sharding
 from keras_spmd.rules._specs import (
-    has_no_empty_shard,
     local_as,
     mesh_of,
     overwrite,
@@ -21,6 +20,7 @@ from keras_spmd.rules._specs import (
     replicated,
     stack_over,
     to_replicated,
+    without_empty_shards,
     without_partial,
     wrap,
 )
@@ -31,12 +31,8 @@ CHANNELS = 1
 def _layout(x: DTensor, mesh: DeviceMesh) -> tuple[list[Placement], list[Placement], list[int]]:
     """Placements of the input and of a vector with an entry for each channel, and the mesh axes
     that the statistics must be combined over."""
-    x_like: list[Placement] = []
-    for p in without_partial(x.placements):
-        usable = isinstance(p, Shard) and (
-            p.dim != CHANNELS or has_no_empty_shard(x.shape[CHANNELS], mesh)
-        )
-        x_like.append(p if usable else Replicate())
+    sharded = [p if isinstance(p, Shard) else Replicate() for p in without_partial(x.placements)]
+    x_like = without_empty_shards(sharded, x.shape, mesh, CHANNELS)
     channel_like: list[Placement] = [
         Shard(0) if p == Shard(CHANNELS) else Replicate() for p in x_like
     ]

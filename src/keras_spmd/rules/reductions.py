@@ -7,16 +7,16 @@ rank finds its best element, and the best of those is the answer: one small gath
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from keras_spmd._layouts import local_shape_and_offset
 from keras_spmd.rules._registry import handler
 from keras_spmd.rules._specs import (
-    has_no_empty_shard,
     local_as,
     replicated,
     stack_over,
     to_replicated,
+    without_empty_shards,
     without_partial,
     wrap,
 )
@@ -29,12 +29,8 @@ def arg_best(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if dim is None or x.ndim == 0:
         return wrap(op(to_replicated(x), dim, keepdim), mesh, replicated(mesh))
     dim %= x.ndim
-    placements: list[Placement] = [
-        p
-        if isinstance(p, Shard) and (p.dim != dim or has_no_empty_shard(x.shape[dim], mesh))
-        else Replicate()
-        for p in without_partial(x.placements)
-    ]
+    sharded = [p if isinstance(p, Shard) else Replicate() for p in without_partial(x.placements)]
+    placements = without_empty_shards(sharded, x.shape, mesh, dim)
     local = local_as(x, mesh, placements)
     index = op(local, dim, True)
     axes = [axis for axis, p in enumerate(placements) if p == Shard(dim)]

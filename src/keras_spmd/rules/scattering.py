@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import local_as, mesh_of, wrap
+from keras_spmd.rules._specs import local_as, mesh_of, only_if, wrap
 from keras_spmd.rules.fallback import run_replicated
 
 # What the results of the ranks are combined with, for each reduction.
@@ -51,8 +51,8 @@ def _scatter(
     axes = [axis for axis, p in enumerate(of_source) if p == Shard(dim)]
     start = local_as(target, mesh, of_target)
     coordinate = mesh.get_coordinate()
-    if axes and neutral is not None and any(coordinate[axis] for axis in axes):
-        start = torch.full_like(start, neutral)
+    if axes and neutral is not None:
+        start = only_if(not any(coordinate[axis] for axis in axes), start, neutral)
     local = op(
         start,
         dim,

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from keras_spmd.rules._registry import handler
 from keras_spmd.rules._specs import (
     Placements,
-    has_no_empty_shard,
     local_as,
     reduce_over,
+    without_empty_shards,
     without_partial,
     wrap,
 )
@@ -23,12 +23,8 @@ from keras_spmd.rules._specs import (
 
 def _placements(x: DTensor, dim: int) -> Placements:
     """As it lies, but for pending sums, and for shards of which some rank would have none."""
-    return tuple(
-        Replicate()
-        if p == Shard(dim) and not has_no_empty_shard(x.shape[dim], x.device_mesh)
-        else p
-        for p in without_partial(x.placements)
-    )
+    placements = without_partial(x.placements)
+    return tuple(without_empty_shards(placements, x.shape, x.device_mesh, dim))
 
 
 def _over(x: torch.Tensor, mesh: DeviceMesh, axes: list[int], how: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard
 
-from keras_spmd._layouts import local_shape_and_offset
+from keras_spmd._layouts import divides, local_shape_and_offset
 from keras_spmd.rules._specs import wrap
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -72,7 +72,7 @@ def _kept(before: Sequence[int], after: Sequence[int]) -> int:
 def _are_kept(x: DTensor, kept: int, first: int) -> bool:
     """Whether other axes shard only dims that the view leaves alone."""
     others = [p for i, p in enumerate(x.placements) if i != first]
-    return all(not p.is_shard() or (type(p) is Shard and p.dim >= x.ndim - kept) for p in others)
+    return all(type(p) is Shard and p.dim >= x.ndim - kept for p in others if divides(p))
 
 
 def _ranges(size: int, ranks: int, rest: int) -> list[tuple[int, int]]:

@@ -1,0 +1,286 @@
+"""Where a `fit` is, so that another one can go on exactly there.
+
+The order of batches is drawn from the random state when an epoch's iterator is made. So this state
+is kept from then on, with how many batches were taken. To go on, the iterator is made from the same
+state, that many batches are passed over, and the random state is set to what it was at the end.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from keras.src.trainers.data_adapters import TorchDataLoaderAdapter
+
+from keras_spmd import _callbacks
+from keras_spmd._generators import as_text, random_states, set_random_states
+
+_FEED, _EXPECTED = "_keras_spmd_feed", "_keras_spmd_expected"
+
+
+class Feed:
+    """What a `fit` takes its batches from, and how far it has come."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.epoch = self.step = self.consumed = 0
+        # The random states when the iterator was made, and when its first batch was taken.
+        self.made: Any = None
+        self.started: Any = None
+        self.source: Any = None
+        # Those that the batches' order is drawn from, beside the common ones.
+        self.generators: list[torch.Generator] = []
+        # What is being repeated, while it is.
+        self.repeated: dict[str, Any] | None = None
+        # Of an epoch that has ended but is not in the history yet.
+        self.logs: tuple[int, dict] | None = None
+        # Those of the `fit`, while it lasts.
+        self.callbacks: list[Any] = []
+
+    def counted(self, make: Callable[[], Iterable[Any]], adapter: Any) -> "_Counted":
+        """The batches that `make` returns, which may draw random numbers for their order."""
+        return _Counted(self, make, adapter)
+
+    def states(self) -> dict[str, Any]:
+        """All random states that the order of batches may come from, as JSON."""
+        return {**random_states(), "loader": [as_text(g.get_state()) for g in self.generators]}
+
+
+class _Counted:
+    """Batches that a feed knows of."""
+
+    def __init__(self, feed: Feed, make: Callable[[], Iterable[Any]], adapter: Any) -> None:
+        self.feed, self.make = feed, make
+        feed.generators = _generators_of(adapter)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.feed.source, self.feed.consumed = self, 0
+        self._repeat("made")
+        self.feed.made, self.feed.started = self.feed.states(), None
+        self.iterator = iter(self.make())
+        return self
+
+    def __next__(self) -> Any:
+        if self.feed.started is None and self.feed.source is self:
+            self._repeat("started")
+            self.feed.started = self.feed.states()
+        batch = next(self.iterator)
+        self.feed.consumed += 1
+        return batch
+
+    def _repeat(self, what: str) -> None:
+        if self.feed.repeated is not None:
+            set_random_states(self.feed.repeated[what], self.feed.generators)
+
+
+def _generators_of(adapter: Any) -> list[torch.Generator]:
+    """Those that a DataLoader draws from instead of the common one."""
+    if type(adapter) is not TorchDataLoaderAdapter:
+        return []
+    loader = adapter._dataloader
+    given = [loader.generator, getattr(loader.sampler, "generator", None)]
+    return list({id(g): g for g in given if isinstance(g, torch.Generator)}.values())
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """Where the `fit` of a model is, as JSON; without one, only the random states."""
+    state: dict[str, Any] = {"now": random_states()}
+    feed: Feed | None = model.__dict__.get(_FEED)
+    if feed is None:
+        return state
+    state["now"] = feed.states()
+    state |= {"epoch": feed.epoch, "step": feed.step, "consumed": feed.consumed}
+    state |= {"made": feed.made, "started": feed.started}
+    state["stopped"] = bool(feed.callbacks) and bool(model.stop_training)
+    history = getattr(model, "history", None)
+    epochs = [*getattr(history, "epoch", [])]
+    logs = {name: [*values] for name, values in getattr(history, "history", {}).items()}
+    if feed.logs is not None and feed.logs[0] not in epochs:
+        epochs.append(feed.logs[0])
+        for name, value in feed.logs[1].items():
+            logs.setdefault(name, []).append(value)
+    plain = {name: [np.asarray(v).tolist() for v in values] for name, values in logs.items()}
+    return {**state, "history": {"epoch": epochs, "logs": plain}}
+
+
+def callbacks_of(model: Any) -> list[Any]:
+    """Those of the `fit` that is under way."""
+    feed: Feed | None = model.__dict__.get(_FEED)
+    return [] if feed is None else feed.callbacks
+
+
+class Expected(NamedTuple):
+    """What a `fit` that is about to begin goes on from."""
+
+    # What `state_of` said, with the states of callbacks.
+    state: dict[str, Any]
+    # Sets the metrics' variables, which Keras resets before an epoch.
+    set_metrics: Callable[[], object]
+    # Returns an array of the callbacks.
+    read: Callable[[str], torch.Tensor]
+
+
+def expect(model: Any, expected: Expected) -> None:
+    """Let the `fit` of a model, whose variables have been set, go on."""
+    if "epoch" in expected.state:
+        model._initial_epoch = expected.state["epoch"]
+        model.__dict__[_EXPECTED] = expected
+
+
+def train_begin_or(original: Callable) -> Callable:
+    """`CallbackList.on_train_begin`: the history goes on, and what callbacks know."""
+
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        if self.model is None:
+            original(self, logs)
+            return
+        self.model.__dict__.pop(_FEED, None)
+        with _callbacks.rows_kept(self.callbacks):
+            original(self, logs)
+        expected = _expected(self.model)
+        if expected is None:
+            _callbacks.forget_rows(self.callbacks)
+            return
+        state = expected.state
+        if self._history is not None and "history" in state:
+            self._history.epoch[:] = state["history"]["epoch"]
+            for name, values in state["history"]["logs"].items():
+                self._history.history[name] = [*values]
+        _callbacks.set_states(self.callbacks, state.get("callbacks", []), expected.read)
+        if state.get("stopped") and state["step"] == 0:
+            # It ended by itself: no epoch is left.
+            self.model._initial_epoch = max(state["epoch"], self.params.get("epochs", 0))
+
+    return on_train_begin
+
+
+def train_end_or(original: Callable) -> Callable:
+    """`CallbackList.on_train_end`: what was expected of this `fit` is not expected of the next."""
+
+    def on_train_end(self: Any, logs: Any = None) -> None:
+        original(self, logs)
+        if self.model is None:
+            return
+        if self.model.__dict__.pop(_EXPECTED, None) is not None:
+            self.model._initial_epoch = None
+        if _FEED in self.model.__dict__:
+            # A model doesn't keep the data it was trained with.
+            self.model.__dict__[_FEED].source = None
+            self.model.__dict__[_FEED].callbacks = []
+
+    return on_train_end
+
+
+def _expected(model: Any) -> Expected | None:
+    return None if model is None else model.__dict__.get(_EXPECTED)
+
+
+_starting: Feed | None = None
+
+
+def epoch_begin_or(original: Callable) -> Callable:
+    """`CallbackList.on_epoch_begin`: what is iterated next is the data of this training."""
+
+    def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
+        global _starting
+        if self.model is None:
+            original(self, epoch, logs)
+            return
+        _starting = self.model.__dict__.setdefault(_FEED, Feed(self.model))
+        _starting.epoch, _starting.step, _starting.logs = epoch, 0, None
+        _starting.callbacks = self.callbacks
+        expected = _expected(self.model)
+        if expected is None or expected.state["epoch"] != epoch or expected.state["step"] == 0:
+            original(self, epoch, logs)
+            return
+        expected.set_metrics()
+        # This epoch has begun before: schedules must not act on what they have made already.
+        rates = [v for v in self.model.optimizer.variables if v.path.endswith("learning_rate")]
+        values = [np.array(v) for v in rates]
+        original(self, epoch, logs)
+        for variable, value in zip(rates, values, strict=True):
+            variable.assign(value)
+
+    return on_epoch_begin
+
+
+def batch_end_or(original: Callable) -> Callable:
+    """`CallbackList.on_train_batch_end`: callbacks that save know how far the epoch is."""
+
+    def on_train_batch_end(self: Any, batch: int, logs: Any = None) -> None:
+        feed = None if self.model is None else self.model.__dict__.get(_FEED)
+        if feed is not None:
+            feed.step = batch + 1
+        original(self, batch, logs)
+
+    return on_train_batch_end
+
+
+def epoch_end_or(original: Callable) -> Callable:
+    """`CallbackList.on_epoch_end`: the next batch is the first one of the next epoch."""
+
+    def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+        feed = None if self.model is None else self.model.__dict__.get(_FEED)
+        if feed is not None:
+            feed.epoch, feed.step, feed.logs = epoch + 1, 0, (epoch, dict(logs or {}))
+        original(self, epoch, logs)
+
+    return on_epoch_end
+
+
+def metrics_result_or_logs_or(original: Callable) -> Callable:
+    """`Trainer._get_metrics_result_or_logs`: of an epoch that is resumed after its last batch."""
+
+    def _get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+        feed, expected = self.__dict__.get(_FEED), _expected(self)
+        if logs or feed is None or expected is None or expected.state["epoch"] != feed.epoch:
+            return original(self, logs)
+        return self.get_metrics_result()
+
+    return _get_metrics_result_or_logs
+
+
+def begin_iterating(epoch_iterator: Any) -> None:
+    """Before the data of an epoch is iterated: is it that of a training?"""
+    global _starting
+    feed, _starting = _starting, None
+    if feed is not None:
+        epoch_iterator.__dict__[_FEED] = feed
+
+
+def feed_of(epoch_iterator: Any) -> Feed | None:
+    return epoch_iterator.__dict__.get(_FEED)
+
+
+def pass_over(epoch_iterator: Any) -> None:
+    """Pass over the batches that were taken before, if this is the epoch to go on with."""
+    feed = feed_of(epoch_iterator)
+    expected = _expected(None if feed is None else feed.model)
+    if feed is None or expected is None or expected.state["epoch"] != feed.epoch:
+        return
+    state = expected.state
+    steps = epoch_iterator._epoch_iterator
+    feed.repeated = state
+    if epoch_iterator.steps_per_epoch is not None and state["made"] is not None:
+        # One iterator serves many epochs.
+        source = iter(epoch_iterator._get_iterator())
+        _take(source, state["consumed"])
+        epoch_iterator._current_iterator = source
+        epoch_iterator._steps_seen = state["consumed"] - state["step"]
+        for _ in range(state["step"]):
+            next(steps)
+    else:
+        for _ in range(state["step"]):
+            _, _, source = next(steps)
+            _take(source, 1)
+    feed.repeated = None
+    feed.step = state["step"]
+    set_random_states(state["now"], _generators_of(epoch_iterator.data_adapter))
+    if state.get("stopped"):
+        feed.model.stop_training = True
+        epoch_iterator._epoch_iterator = iter(())
+
+
+def _take(source: Iterator[Any], count: int) -> None:
+    for _ in range(count):
+        next(source)
