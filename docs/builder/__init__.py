@@ -1,0 +1,1 @@
+"""Makes the documentation site of the Markdown files in docs/: see docs/build.py."""
