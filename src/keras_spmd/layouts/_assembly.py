@@ -1,15 +1,17 @@
 """From the axes of variables to an ordinary `LayoutMap`, with the user's own entries on top."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
 from keras.distribution import DeviceMesh, LayoutMap
 
 from keras_spmd.layouts._pairs import Axes
 
 Overrides = Mapping[str, Sequence[str | None]]
-Layouts = dict[str, tuple[str | None, ...]]
+Layout = tuple[str | None, ...]
+Layouts = dict[str, Layout]
 
 
 def size_of_axis(mesh: DeviceMesh, axis: str, argument: str = "axis") -> int:
@@ -24,7 +26,7 @@ def size_of_axis(mesh: DeviceMesh, axis: str, argument: str = "axis") -> int:
 
 def layout_map_of(
     mesh: DeviceMesh,
-    variables: Sequence[Any],
+    model: keras.Model,
     axes: Axes,
     *,
     outputs: Layouts | None = None,
@@ -34,6 +36,7 @@ def layout_map_of(
     """A key for each variable's path, and for other things, less what the overrides say.
 
     Args:
+        axes: Of each of the model's weights.
         outputs: Layouts of outputs, by paths.
         slots: Layouts of the optimizer's state, by regular expressions.
         overrides: Layouts by regular expressions, which win.
@@ -41,13 +44,17 @@ def layout_map_of(
     overrides = dict(overrides or {})
     entries: Layouts = {}
     clashes = set()
-    for variable, chosen in zip(variables, axes, strict=True):
+    for variable, chosen in zip(model.weights, axes, strict=True):
         path, layout = variable.path, tuple(chosen)
         if entries.setdefault(path, layout) != layout:
             clashes.add(path)
     entries |= outputs or {}
-    free = {path: layout for path, layout in entries.items() if not _is_overridden(path, overrides)}
-    keys = {re.escape(path): layout for path, layout in free.items() if path not in clashes}
+    shorter = _paths_when_loaded(model, entries)
+    keys: Layouts = {}
+    for path, layout in entries.items():
+        if path not in clashes and not _is_overridden(path, overrides):
+            paths = [path, shorter[path]] if path in shorter else [path]
+            keys["|".join(map(re.escape, paths))] = layout
     excluded = "".join(f"(?!(?:{pattern})$)" for pattern in overrides)
     keys |= {excluded + pattern: layout for pattern, layout in (slots or {}).items()}
     layout_map = LayoutMap(mesh)
@@ -55,6 +62,25 @@ def layout_map_of(
         _check(key, names, mesh)
         layout_map[key] = tuple(names)
     return layout_map
+
+
+def _paths_when_loaded(model: keras.Model, layouts: Layouts) -> dict[str, str]:
+    """The paths that Keras gives when it loads or clones the model, where they are others.
+
+    It leaves the names of `Sequential`s out. A path that things with several layouts have then is
+    left out here, and one that several with the same layout have is there once.
+    """
+    names = {layer.name for layer in model._flatten_layers() if isinstance(layer, keras.Sequential)}
+    meant: dict[str, list[str]] = {}
+    for path in layouts:
+        *parts, last = path.split("/")
+        short = "/".join([*(part for part in parts if part not in names), last])
+        meant.setdefault(short, []).append(path)
+    return {
+        paths[0]: short
+        for short, paths in meant.items()
+        if short not in layouts and len({layouts[path] for path in paths}) == 1
+    }
 
 
 def _is_overridden(path: str, overrides: Overrides) -> bool:
@@ -75,27 +101,39 @@ def _check(key: str, layout: Any, mesh: DeviceMesh) -> None:
             )
 
 
-def slot_layouts(trained: Sequence[Any], variables: Sequence[Any], axes: Axes) -> Layouts:
-    """Layouts for the optimizer state of the trained ones among the variables, where sharded."""
-    known = {id(v) for v in trained}
-    chosen: dict[str, set[tuple[str | None, ...]]] = {}
-    for variable, names in zip(variables, axes, strict=True):
-        if id(variable) in known:
-            chosen.setdefault(variable.path.replace("/", "_"), set()).add(tuple(names))
+def slot_layouts(model: keras.Model, axes: Axes) -> Layouts:
+    """Layouts for the optimizer state of a model's trained variables, where it is sharded."""
+    trained = {id(v) for v in model.trainable_variables}
+    chosen: dict[str, set[Layout]] = {}
+    layouts: Layouts = {}
+    for variable, names in zip(model.weights, axes, strict=True):
+        if id(variable) in trained:
+            layouts[variable.path] = tuple(names)
+            chosen.setdefault(_flat(variable.path), set()).add(tuple(names))
+    shorter = {_flat(a): _flat(b) for a, b in _paths_when_loaded(model, layouts).items()}
+    others = {*chosen, *shorter.values()}
     # Paths that differ in slashes only have state of one name, so it must have one layout.
     return {
-        _slot_key(flat, list(chosen)): layout
-        for flat, layouts in chosen.items()
-        if len(layouts) == 1 and any(layout := next(iter(layouts)))
+        _slot_key([flat, shorter[flat]] if flat in shorter else [flat], others): layout
+        for flat, found in chosen.items()
+        if len(found) == 1 and any(layout := next(iter(found)))
     }
 
 
-def _slot_key(flat: str, others: Sequence[str]) -> str:
+def _flat(path: str) -> str:
+    """A variable's path in the names of its optimizer state."""
+    return path.replace("/", "_")
+
+
+def _slot_key(flats: Sequence[str], others: Iterable[str]) -> str:
     """The regular expression for the optimizer state of one variable, and no other.
 
     An optimizer calls it by its own name, the variable's path with underscores, and what it is.
     """
-    start = f"{flat}_"
-    longer = [re.escape(f"{other}_".removeprefix(start)) for other in others]
-    longer = [rest for other, rest in zip(others, longer, strict=True) if other.startswith(start)]
-    return f"[^/]+/{re.escape(start)}" + (f"(?!{'|'.join(longer)})" if longer else "") + "[^/]+"
+    starts = []
+    for start in (f"{flat}_" for flat in flats):
+        longer = [f"{other}_" for other in sorted(others)]
+        rest = [re.escape(other[len(start) :]) for other in longer if other.startswith(start)]
+        rest = [text for text in rest if text]
+        starts.append(re.escape(start) + (f"(?!{'|'.join(rest)})" if rest else ""))
+    return f"[^/]+/({'|'.join(starts)})[^/]+"

@@ -51,13 +51,14 @@ def fsdp(
             batch, or `keras.Input`s.
 
     Returns:
-        A layout map with a key for each variable.
+        A layout map with a key for each variable. The key for one in a `Sequential` names it twice:
+        Keras leaves the name of the `Sequential` out of paths when it loads the model.
     """
     count = size_of_axis(mesh, axis)
     with model_at_hand(model, inputs) as made:
         axes = no_axes(made.weights)
         add_shares(axes, made.weights, axis, count, min_size)
-        return layout_map_of(mesh, made.weights, axes, overrides=overrides)
+        return layout_map_of(mesh, made, axes, overrides=overrides)
 
 
 def zero1(
@@ -102,8 +103,8 @@ def zero1(
     with model_at_hand(model, inputs) as made:
         whole, shares = no_axes(made.weights), no_axes(made.weights)
         add_shares(shares, made.weights, axis, count, min_size)
-        slots = slot_layouts(made.trainable_variables, made.weights, shares)
-        return layout_map_of(mesh, made.weights, whole, slots=slots, overrides=overrides)
+        slots = slot_layouts(made, shares)
+        return layout_map_of(mesh, made, whole, slots=slots, overrides=overrides)
 
 
 def tensor_parallel(
@@ -145,11 +146,12 @@ def tensor_parallel(
             `keras.Input`s.
 
     Returns:
-        A layout map with a key for each variable.
+        A layout map with a key for each variable. The key for one in a `Sequential` names it twice:
+        Keras leaves the name of the `Sequential` out of paths when it loads the model.
     """
     with model_at_hand(model, inputs) as made:
         axes = _pairs_of(made, mesh, axis, min_size, inputs)
-        return layout_map_of(mesh, made.weights, axes, overrides=overrides)
+        return layout_map_of(mesh, made, axes, overrides=overrides)
 
 
 def _pairs_of(made: keras.Model, mesh: DeviceMesh, axis: str, min_size: int, inputs: Any) -> Axes:
@@ -212,10 +214,10 @@ def sequence_parallel(
     with model_at_hand(model, inputs) as made:
         seen = trace(made, inputs)
         if seen is None:
-            return layout_map_of(mesh, made.weights, no_axes(made.weights), overrides=overrides)
+            return layout_map_of(mesh, made, no_axes(made.weights), overrides=overrides)
         axes, chosen = shard_pairs(seen, made.weights, axis, count, min_size)
         outputs = sequence_layouts(seen, chosen, axis, data_axis)
-        return layout_map_of(mesh, made.weights, axes, outputs=outputs, overrides=overrides)
+        return layout_map_of(mesh, made, axes, outputs=outputs, overrides=overrides)
 
 
 def hybrid(
@@ -258,7 +260,8 @@ def hybrid(
             `keras.Input`s.
 
     Returns:
-        A layout map with a key for each variable.
+        A layout map with a key for each variable. The key for one in a `Sequential` names it twice:
+        Keras leaves the name of the `Sequential` out of paths when it loads the model.
     """
     count = size_of_axis(mesh, data_axis, "data_axis")
     size_of_axis(mesh, model_axis, "model_axis")
@@ -266,4 +269,4 @@ def hybrid(
         axes = _pairs_of(made, mesh, model_axis, min_size, inputs)
         if fsdp:
             add_shares(axes, made.weights, data_axis, count, min_size)
-        return layout_map_of(mesh, made.weights, axes, overrides=overrides)
+        return layout_map_of(mesh, made, axes, overrides=overrides)
