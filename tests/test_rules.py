@@ -841,3 +841,30 @@ def test_views_as_numbers_of_another_size():
     for kind in (0, 1, "partial"):
         for dtype in (torch.int32, torch.int8, torch.int64):
             assert_same(placed(x, kind).detach().view(dtype), x.view(dtype))
+
+
+# One op, called with different numbers or dtypes on tensors of one shape.
+TWICE = {
+    "topk": (lambda x, k: torch.topk(x, k)[0], 2, 3),
+    "kthvalue": (lambda x, k: torch.kthvalue(x, k)[0], 2, 3),
+    "histc": (torch.histc, 2, 3),
+    "pad": (F.pad, (1, 1), (0, 1)),
+    "sum": (lambda x, dtype: torch.sum(x, dtype=dtype), torch.float32, torch.float64),
+    "mean": (lambda x, dtype: torch.mean(x, 1, dtype=dtype), torch.float32, torch.float64),
+    "cumsum": (lambda x, dtype: torch.cumsum(x, 1, dtype=dtype), torch.float32, torch.float64),
+    "prod": (lambda x, dtype: torch.prod(x, 1, dtype=dtype), torch.float32, torch.float64),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", sorted(TWICE))
+def test_what_a_result_looks_like_is_not_remembered_from_another_call(name):
+    """torch remembers the shape and the dtype, for these without all that they depend on."""
+    activate()
+    function, *numbers = TWICE[name]
+    x = value(4, 6)
+    for number in numbers:
+        got, expected = function(fully_sharded(x, 0), number), function(x, number)
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype), number
+        assert got.to_local().dtype == expected.dtype
+        np.testing.assert_allclose(whole(got), expected, 1e-6)

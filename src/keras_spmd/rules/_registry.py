@@ -7,6 +7,8 @@ A rule is one of two kinds:
 - `@handler(...)` computes the op itself, where more is needed than that.
 """
 
+import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,7 @@ def handler(*op_names: str) -> Callable[[Callable], Callable]:
 def install() -> None:
     """Put all rules into DTensor."""
     dispatcher = DTensor._op_dispatcher
+    _remember_sizes()
     for name, function in _shardings:
         op = _find(name)
         if op is not None:
@@ -101,6 +104,39 @@ def _schema_info(op: Any) -> RuntimeSchemaInfo:
     )
     names = [a.name for a in others if a.kwarg_only]
     return RuntimeSchemaInfo(first, names or None, needs_pytree=True)
+
+
+def _remember_sizes() -> None:
+    """Make torch's own decisions depend on all whole numbers among the arguments.
+
+    torch keeps the shape of a result with a decision, but for some ops it forgets what the shape
+    depends on: `topk` of 3 after `topk` of 2 has the shape of the latter; in torch 2.11 so has
+    padding.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for names in (
+        ("op_strategy_funcs", "op_to_rules", "op_to_schema_info"),
+        ("op_single_dim_strategy_funcs", "op_to_schema_info_for_single_dim_strategy"),
+    ):
+        *ruled, infos = (getattr(propagator, name, {}) for name in names)
+        for op in {op for rules in ruled for op in rules}:
+            known = infos.get(op, RuntimeSchemaInfo())
+            wanted = _with_sizes(op, known)
+            if wanted != known:
+                _save(infos, op)
+                infos[op] = wanted
+
+
+def _with_sizes(op: Any, info: RuntimeSchemaInfo) -> RuntimeSchemaInfo:
+    """The same info, for a decision that depends on whole numbers, lists of them and dtypes too."""
+    first, names = info.static_argnum, list(info.static_kwargkey or [])
+    for i, argument in enumerate(op._schema.arguments):
+        if re.search(r"\b(int|ScalarType)\b", str(argument.real_type)):
+            if not argument.kwarg_only:
+                first = min(first, i)
+            elif argument.name not in names:
+                names.append(argument.name)
+    return dataclasses.replace(info, static_argnum=first, static_kwargkey=names or None)
 
 
 def _save(table: dict, op: Any) -> None:
