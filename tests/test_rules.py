@@ -843,10 +843,21 @@ def test_views_as_numbers_of_another_size():
             assert_same(placed(x, kind).detach().view(dtype), x.view(dtype))
 
 
+@on_ranks(2)
+def test_a_new_dim_counted_from_the_end():
+    activate()
+    x = value(4, 6)
+    for dim in (-3, -2, -1, 0, 1, 2):
+        for kind in (0, 1):
+            got = torch.stack([placed(x, kind), placed(2 * x, kind)], dim)
+            np.testing.assert_array_equal(
+                whole(got), torch.stack([x, 2 * x], dim), f"{dim}, {kind}"
+            )
+
+
 # One op, called with different numbers or dtypes on tensors of one shape.
 TWICE = {
     "topk": (lambda x, k: torch.topk(x, k)[0], 2, 3),
-    "kthvalue": (lambda x, k: torch.kthvalue(x, k)[0], 2, 3),
     "histc": (torch.histc, 2, 3),
     "pad": (F.pad, (1, 1), (0, 1)),
     "sum": (lambda x, dtype: torch.sum(x, dtype=dtype), torch.float32, torch.float64),

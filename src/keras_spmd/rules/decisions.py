@@ -58,6 +58,9 @@ def deciding_or(original: Callable) -> Callable:
             return op(_whole_along(args[0], *args[1:], **kwargs), *args[1:], **kwargs)
         if _means_all_dims(op, args):
             return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
+        if _IS_OLD and op is torch.ops.aten.stack.default and len(args) > 1 and args[1] < 0:
+            # Older rules count from the end of what is stacked, which has a dim less.
+            return op(args[0], args[1] + args[0][0].ndim + 1)
         try:
             with _untraced(op_info):
                 decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
