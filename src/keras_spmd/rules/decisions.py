@@ -199,7 +199,9 @@ def _with_whole_elements(x: Any) -> Any:
     placements = [
         Replicate() if isinstance(p, Shard) and x.shape[p.dim] == 1 else p for p in x.placements
     ]
-    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
+    # What was gathered along such a dim has strides that can't be viewed.
+    local = local_as(x, x.device_mesh, placements).contiguous()
+    return wrap(local, x.device_mesh, placements, x.shape)
 
 
 def _is_sharded_on(x: Any, dim: int = 0) -> bool:
