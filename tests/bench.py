@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -169,6 +169,13 @@ def fresh_bench(size: int) -> Iterator[Bench]:
         bench.stop()
 
 
+def sample(names: Iterable[str], *kept: str) -> list[Any]:
+    """Parameters of a test, of which all but those that are kept run with `make test-all` only."""
+    names = list(names)
+    assert set(kept) <= set(names)
+    return [n if n in kept else pytest.param(n, marks=pytest.mark.exhaustive) for n in names]
+
+
 def on_ranks(
     *sizes: int, timeout: float = 180.0, exhaustive: tuple[int, ...] = ()
 ) -> Callable[[Callable], Callable]:
@@ -176,20 +183,23 @@ def on_ranks(
 
     With the numbers in `exhaustive` it runs with `make test-all` only.
     """
-    marked = [pytest.param(size, marks=pytest.mark.exhaustive) for size in exhaustive]
 
     def decorate(body: Callable) -> Callable:
         def test(ranks: int, **kwargs: Any) -> None:
             __tracebackhide__ = True
             bench_of(ranks).run(body, kwargs, timeout)
 
-        return _as_test(test, body, (*sizes, *marked))
+        return _as_test(test, body, sizes, exhaustive)
 
     return decorate
 
 
 def same_on_ranks(
-    *sizes: int, rtol: float = 1e-5, atol: float = 1e-6, timeout: float = 180.0
+    *sizes: int,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    timeout: float = 180.0,
+    exhaustive: tuple[int, ...] = (),
 ) -> Callable[[Callable], Callable]:
     """Make a test whose body returns on every rank of a job what it returns in a job of one.
 
@@ -207,12 +217,14 @@ def same_on_ranks(
             for rank, result in enumerate(bench_of(ranks).run(body, kwargs, timeout)):
                 assert_equal_results(result, references[key], f"rank {rank}", rtol, atol)
 
-        return _as_test(test, body, sizes)
+        return _as_test(test, body, sizes, exhaustive)
 
     return decorate
 
 
-def _as_test(test: Callable, body: Callable, sizes: tuple[Any, ...]) -> Callable:
+def _as_test(
+    test: Callable, body: Callable, sizes: tuple[int, ...], exhaustive: tuple[int, ...]
+) -> Callable:
     """`test` with the name, the doc, the marks and the parameters of the body, for pytest."""
     names = ["ranks", *inspect.signature(body).parameters]
     parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]
@@ -221,7 +233,8 @@ def _as_test(test: Callable, body: Callable, sizes: tuple[Any, ...]) -> Callable
     test.__module__ = body.__module__
     test.body = body  # type: ignore[attr-defined]
     test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
-    return pytest.mark.parametrize("ranks", sizes)(test)
+    marked = [pytest.param(size, marks=pytest.mark.exhaustive) for size in exhaustive]
+    return pytest.mark.parametrize("ranks", [*sizes, *marked])(test)
 
 
 def assert_equal_results(

@@ -116,7 +116,7 @@ def job_mesh():
 SMALL_BATCH = ((32, 64), (32, 64))
 
 
-@same_on_ranks(2, 4, timeout=300)
+@same_on_ranks(2, timeout=300, exhaustive=(4,))
 def test_a_job_chooses_and_trains_as_one_device_does():
     """After a training step, so that the job's groups are in use; and with one after it."""
     x = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")
@@ -135,7 +135,7 @@ def test_a_job_chooses_and_trains_as_one_device_does():
     return results
 
 
-@on_ranks(2, 4, timeout=300)
+@on_ranks(2, timeout=300, exhaustive=(4,))
 def test_all_ranks_of_a_job_have_one_choice():
     """That of rank 0, though the memory that each has differs; nobody else plans."""
     planned = []

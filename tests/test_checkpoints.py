@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 import keras_spmd
 import training
-from bench import bench_of, on_ranks
+from bench import bench_of, on_ranks, sample
 from files import meet, shared_folder
 from keras_spmd import cli
 from keras_spmd.checkpoints import _callback, _saving
@@ -308,8 +308,8 @@ def interrupted(make_callback, after, **options):
     return training.fit([make_callback()], **options)
 
 
-@pytest.mark.parametrize("kind", training.KINDS)
-@on_ranks(1, 2, timeout=180)
+@pytest.mark.parametrize("kind", sample(training.KINDS, "arrays", "loader", "generator"))
+@on_ranks(2, timeout=180, exhaustive=(1,))
 def test_a_training_goes_on_exactly_where_it_was(kind):
     with shared_folder() as folder, training.of_ranks("rows").scope():
         expected = training.fit(kind=kind)
@@ -323,7 +323,7 @@ def test_a_training_goes_on_exactly_where_it_was(kind):
             training.assert_equal(interrupted(make, after, kind=kind), expected)
 
 
-@on_ranks(1, 2, timeout=180)
+@on_ranks(2, timeout=180, exhaustive=(1,))
 def test_a_compiled_training_goes_on_exactly():
     with shared_folder() as folder, training.of_ranks("data").scope():
         expected = training.fit(jit_compile=True)

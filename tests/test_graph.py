@@ -18,7 +18,7 @@ import test_precision
 import test_random
 import test_step
 import test_training
-from bench import on_ranks, same_on_ranks
+from bench import on_ranks, same_on_ranks, sample
 from jit import captured
 from keras_spmd.graph._origins import origin_of
 from meshes import grid, model_parallel, whole
@@ -27,7 +27,8 @@ X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 4, 22)
 
 
-@pytest.mark.parametrize("name", sorted(test_step.MODELS))
+# Every second one; all of them with `make test-all`.
+@pytest.mark.parametrize("name", sample(test_step.MODELS, *sorted(test_step.MODELS)[::2]))
 @on_ranks(2, timeout=240)
 def test_whatever_may_be_in_a_step(name):
     steps = []
@@ -36,7 +37,9 @@ def test_whatever_may_be_in_a_step(name):
     assert {"train", "test", "predict"} >= set(steps) >= {"train"}
 
 
-@pytest.mark.parametrize("name", ["accumulation", "loss scale", "ema", "schedule"])
+@pytest.mark.parametrize(
+    "name", sample(["accumulation", "loss scale", "ema", "schedule"], "accumulation", "loss scale")
+)
 @on_ranks(2, timeout=240)
 def test_optimizers(name):
     """Also accumulation and loss scaling, whose conditions depend on the values of tensors."""
@@ -84,7 +87,7 @@ def test_layers_that_are_frozen_and_thawed():
         test_step.test_layers_frozen_and_thawed_between_fits.body()
 
 
-@same_on_ranks(2, 4, timeout=240)
+@same_on_ranks(2, timeout=240, exhaustive=(4,))
 def test_random_layers():
     """The draws of the eager step: fresh at each step, the same on every mesh."""
     eager = test_random.test_training_with_random_layers.body()
@@ -646,7 +649,7 @@ def test_an_optimizer_that_is_built_by_the_first_step():
     np.testing.assert_allclose(got, expected, 1e-5)
 
 
-@on_ranks(1, 2, timeout=300)
+@on_ranks(2, timeout=300, exhaustive=(1,))
 def test_compiled_with_inductor():
     """What a user gets: a model with batch norm, dropout and two kinds of batches."""
 

@@ -177,9 +177,10 @@ def test_an_interrupt_leaves_no_processes(tmp_path):
     try:
         ids = [wait_for(tmp_path / str(rank)) for rank in (0, 1)]
         process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=30)[1]
+        err = process.communicate(timeout=120)[1]
     finally:
         process.kill()
+        process.communicate()
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert err.count("Traceback") == 1
     assert not [i for i in ids if is_running(i)]

@@ -188,7 +188,7 @@ def distributions():
     yield "both axes", model_parallel({".*kernel": ("model", "batch")})
 
 
-@on_ranks(2, 4, exhaustive=(1,), timeout=300)
+@on_ranks(2, exhaustive=(1, 4), timeout=300)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_models(name):
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
@@ -209,6 +209,12 @@ def test_models(name):
             for a, b in zip(got, expected, strict=True):
                 scale = max(1.0, float(np.abs(b).max()))
                 np.testing.assert_allclose(a, b, 1e-4, 1e-5 * scale, err_msg=f"{name} {label}")
+
+
+@on_ranks(4, timeout=300)
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_a_sample_of_models_on_four_ranks(name):
+    test_models.body(name)
 
 
 @on_ranks(2, 4, timeout=180)

@@ -65,7 +65,7 @@ class Exact(keras.Sequential):
         return torch.nn.functional.cross_entropy(y_pred, y)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_float64_from_end_to_end():
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     keras.config.set_floatx("float64")
@@ -88,7 +88,7 @@ def test_float64_from_end_to_end():
                 np.testing.assert_allclose(a, b, 1e-12, 1e-14, err_msg=label)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_mixed_precision(dtype):
     """Sums in 16 bits round differently on shards: within a few of the dtype's steps, after which
@@ -109,7 +109,7 @@ def test_mixed_precision(dtype):
             assert int(got.optimizer.step_counter) == int(model.optimizer.step_counter)
 
 
-@on_ranks(1, 2, 4)
+@on_ranks(2, exhaustive=(1, 4))
 def test_one_row_that_overflows_skips_the_step_everywhere():
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     keras.config.set_dtype_policy("mixed_float16")

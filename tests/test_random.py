@@ -143,7 +143,7 @@ class SelfAttention(keras.Layer):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@same_on_ranks(2, 4)
+@same_on_ranks(2, exhaustive=(4,))
 def test_random_layers(name):
     """The same draws on every mesh, new at each call, different in another layer."""
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
@@ -198,7 +198,7 @@ def test_every_random_image_layer_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", IMAGE_LAYERS)
-@same_on_ranks(2, 4, rtol=1e-4, atol=1e-3)
+@same_on_ranks(2, rtol=1e-4, atol=1e-3, exhaustive=(4,))
 def test_random_image_layers(name):
     """On values up to 255, so that 1e-3 is four millionths of the range."""
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)

@@ -517,7 +517,7 @@ def test_shapes_changed_in_place_and_strided_views():
     )
 
 
-@on_ranks(2, 4)
+@on_ranks(2, exhaustive=(4,))
 def test_scatter_with_reductions():
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     index = torch.tensor(np.random.default_rng(2).integers(0, 5, (9, 8)))

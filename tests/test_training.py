@@ -137,7 +137,7 @@ def test_loaders():
                 np.testing.assert_allclose(a, b, 1e-4, 1e-5, err_msg=label)
 
 
-@on_ranks(2, 4)
+@on_ranks(2, exhaustive=(4,))
 def test_weights_and_batches_of_any_size():
     """Partial batches, batches smaller than the mesh, one row: no dropped and no repeated rows."""
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
