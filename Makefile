@@ -49,7 +49,7 @@ keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py tests/test_callbacks.py \
 		-k "grain or pandas or tf_data or tensorboard"
 	$(KERAS_VENV)/bin/python -m pytest tests/test_saving.py -k other_backends
-	$(KERAS_VENV)/bin/python -m pytest tests/test_hub.py
+	$(KERAS_VENV)/bin/python -m pytest tests/test_hub.py tests/test_recipe_hub.py
 	$(KERAS_VENV)/bin/python -m pytest tests/test_site.py -k "lora or accelerate or lightning"
 	$(KERAS_VENV)/bin/python conformance/live_mesh.py --again --kind data --kind model \
 		layers/core/dense_test.py
