@@ -879,3 +879,48 @@ def test_what_a_result_looks_like_is_not_remembered_from_another_call(name):
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype), number
         assert got.to_local().dtype == expected.dtype
         np.testing.assert_allclose(whole(got), expected, 1e-6)
+
+
+def put(x, values, *indices, accumulate=False):
+    return torch.ops.aten.index_put(x, list(indices), values, accumulate)
+
+
+PUTS = {
+    "rows": ((7, 5), [torch.tensor([6, 0, -3])], (3, 5)),
+    "a number": ((7, 5), [torch.tensor([6, 0, -3])], ()),
+    "elements": ((7, 5), [torch.tensor([6, 0, -3]), torch.tensor([4, 1, -1])], (3,)),
+    "columns": ((4, 6), [None, torch.tensor([[5, 1], [2, -6]])], (4, 2, 2)),
+    "the same for all rows": ((4, 6), [None, torch.tensor([5, 1])], (1, 2)),
+    "apart": ((4, 3, 5), [torch.tensor([3, 1]), None, torch.tensor([4, 0])], (2, 3)),
+    "in the middle": ((4, 5, 6), [None, torch.tensor([4, 1, 0])], (4, 3, 6)),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", sorted(PUTS))
+def test_elements_are_put_where_they_belong(name):
+    """Also with several values for one place, and with indices that count from the end."""
+    activate()
+    shape, indices, values = PUTS[name]
+    x, values = value(*shape), value(*values, seed=1)
+    kinds = [(kind, other) for kind in ("plain", *range(len(shape))) for other in ("plain", 0)]
+    kinds = [(kind, "plain" if not values.ndim else other) for kind, other in kinds]
+    for accumulate in (False, True):
+        check(
+            lambda x, values, a=accumulate: put(x, values, *indices, accumulate=a),
+            [x, values],
+            kinds,
+        )
+    for kind in range(len(shape)):
+        target, expected = fully_sharded(x.clone(), kind), x.clone()
+        torch.ops.aten.index_put_(expected, indices, values)
+        with CommDebugMode() as communication:
+            torch.ops.aten.index_put_(target, indices, values)
+        assert communication.get_total_counts() == 0
+        assert target.placements == fully_sharded(x, kind).placements
+        np.testing.assert_array_equal(whole(target), expected)
+    twice = [torch.cat([i, i], -1) if i is not None and i.ndim == 1 else i for i in indices]
+    if name in ("rows", "elements"):
+        expected = put(x, torch.cat([values, values]), *twice, accumulate=True)
+        got = put(fully_sharded(x, 0), torch.cat([values, values]), *twice, accumulate=True)
+        np.testing.assert_allclose(whole(got), expected, 1e-6)

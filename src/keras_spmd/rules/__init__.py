@@ -14,6 +14,7 @@ from keras_spmd.rules import normalization as normalization
 from keras_spmd.rules import padding as padding
 from keras_spmd.rules import pointwise as pointwise
 from keras_spmd.rules import pooling as pooling
+from keras_spmd.rules import putting as putting
 from keras_spmd.rules import randomness as randomness
 from keras_spmd.rules import reductions as reductions
 from keras_spmd.rules import reshaping as reshaping
