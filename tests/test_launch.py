@@ -167,7 +167,9 @@ def test_classes_of_a_script_are_read_from_its_file(tmp_path):
 
 def test_an_interrupt_leaves_no_processes(tmp_path):
     code = f"""
-    import os, time, keras_spmd
+    import os, signal, time, keras_spmd
+    # Ignored by what a shell runs in the background, such as these tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     def work():
         with open(f"{tmp_path}/{{os.environ['RANK']}}", "w") as file: file.write(str(os.getpid()))
         time.sleep(300)

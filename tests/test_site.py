@@ -25,7 +25,7 @@ PAGES = {page.name: page for page in read_pages()}
 WITH_CODE = [name for name, page in PAGES.items() if any(b.language for b in site.blocks_of(page))]
 STAND_INS = Path(__file__).parent / "stand_ins"
 # Compiling is not what the pages are about, and nobody watches.
-QUICK = {"KERAS_SPMD_COMPILER": "none", "KERAS_SPMD_PROGRESS": "0"}
+QUICK = {"KERAS_SPMD_COMPILER": "none", "KERAS_SPMD_PROGRESS": "0", "COLUMNS": "120"}
 # What the launcher of the tests themselves may have set.
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -146,7 +146,7 @@ def run_commands(page: Page, folder: Path, blocks: list[site.Block]) -> None:
     env = {k: v for k, v in os.environ.items() if k not in FOREIGN}
     path = [str(STAND_INS), str(Path(sys.executable).parent), env.get("PATH", "")]
     env |= {"PATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    env |= {"COLUMNS": "120", "KERAS_BACKEND": "torch", **QUICK}
+    env |= {"KERAS_BACKEND": "torch", **QUICK}
     for block in blocks:
         if block.language != "console":
             continue
