@@ -156,7 +156,8 @@ def test_an_error_leaves_cleanly(tmp_path):
     assert result.returncode != 0
     assert "the user's own error" in result.stderr
     assert "destroy_process_group" not in result.stderr
-    assert time.monotonic() - started < 60
+    # Much less than ranks wait for each other, also on a busy machine.
+    assert time.monotonic() - started < 240
 
 
 def test_a_rank_that_never_arrives_is_named():
