@@ -165,7 +165,7 @@ def test_a_rank_that_never_arrives_is_named():
     code = [joining(f"'127.0.0.1:{port}', num_processes=3, process_id={i}") for i in (0, 2)]
     started = time.monotonic()
     results = finish([start(c, KERAS_SPMD_JOIN_TIMEOUT="6") for c in code])
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 240
     for rank, (status, _, err) in zip((0, 2), results, strict=True):
         assert status != 0
         assert f"Process {rank} waited at 127.0.0.1:{port}" in err
