@@ -43,6 +43,7 @@ def patches() -> list[Patch]:
         _data,
         _exporting,
         _files,
+        _gloo,
         _initial_values,
         _loading,
         _meshes,
@@ -583,6 +584,12 @@ def patches() -> list[Patch]:
             "OpDispatcher._try_replicate_spec_for_scalar_tensor",
             _promotion.replicated_spec_or,
             "checks promoted tensors on demand; torch's warns of every tensor of shape (1,)",
+        ),
+        Patch(
+            "torch.distributed.distributed_c10d",
+            "ProcessGroupGloo",
+            _gloo.with_one_thread,
+            "two threads of torch's write into one string, and damage the heap",
         ),
         Patch(
             "torch.distributed.tensor.placement_types",
