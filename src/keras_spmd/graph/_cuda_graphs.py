@@ -5,8 +5,9 @@ little before each. A CUDA graph launches all of them at once. It keeps the memo
 itself, or for other recorded steps, so a step of few long kernels is left as it is.
 """
 
-import functools
+import contextlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,27 @@ _WARM_UP = 3
 _HOST_SHARE = 0.4
 
 
-@functools.cache
+_recorded: "weakref.WeakSet[Replayed]" = weakref.WeakSet()
+
+
 def _pool() -> Any:
-    """The memory of all recorded steps, one of which runs at a time."""
+    """The memory of all recorded steps, one of which runs at a time.
+
+    It ends with the last of them: torch can't record into it any more.
+    """
+    for step in _recorded:
+        if step.graph is not None:
+            return step.graph.pool()
     return torch.cuda.graph_pool_handle()
+
+
+def _clean_up() -> None:
+    """After a recording that failed, torch's generator believes that it still goes on.
+
+    Every random number would be an error from then on. A recording that goes well sets it right.
+    """
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")  # torch warns of a graph of nothing.
 
 
 class Replayed:
@@ -96,8 +114,10 @@ class Replayed:
                 ("cuda graph", id(self)),
                 f"A step could not be recorded as a CUDA graph, and is launched op by op: {error}",
             )
+            _clean_up()
             return
         self.graph, self.inputs, self.outputs = graph, inputs, outputs
+        _recorded.add(self)
 
 
 def can_be_replayed(inputs: Sequence[torch.Tensor], collectives: int) -> bool:
