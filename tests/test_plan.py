@@ -3,7 +3,9 @@
 import html.parser
 import io
 import json
+import logging
 import os
+import sys
 import time
 import warnings
 
@@ -21,6 +23,9 @@ from keras_spmd.distribution_lib import num_processes
 from keras_spmd.plan._auto import auto
 from keras_spmd.plan._dry_run import dry_run
 from llama import LAYOUTS, SIZE_70B, TINY, llama
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "benchmarks"))
+from gpt import TENSOR_PARALLEL
 
 WORDS, LENGTH, WIDTH = 512, 64, 128
 
@@ -75,15 +80,6 @@ def gpt():
     return model
 
 
-TENSOR_PARALLEL = {
-    ".*attention.*(query|key|value)/kernel": (None, "model", None),
-    ".*attention.*(query|key|value)/bias": ("model", None),
-    ".*attention.*output/kernel": ("model", None, None),
-    ".*up/kernel": (None, "model"),
-    ".*up/bias": ("model",),
-    ".*down/kernel": ("model", None),
-    ".*logits/kernel": (None, "model"),
-}
 COLUMNS_AND_ROWS = {
     ".*first/kernel": (None, "model"),
     ".*first/bias": ("model",),
@@ -182,6 +178,30 @@ def test_memory_and_collectives_are_those_of_a_real_run(name, count):
     assert plan.memory.peak == pytest.approx(real["peak"], rel=0.1)
     planned = sorted((t.kind, t.nbytes, t.axis, t.phase) for t in plan.transfers)
     assert planned == real["collectives"]
+
+
+def scores():
+    model = keras.Sequential([keras.Input((16,)), layers.Dense(4096)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    return model
+
+
+def test_the_gradient_of_a_loss_is_written_over_the_scores():
+    """As Inductor does it: the place of each row's class is compared, not written."""
+    batch = [((512, 16), "float32"), ((512,), "int32")]
+    plan = keras_spmd.plan(scores, (1,), ("batch",), None, batch, device="H200")
+    assert plan.memory.activations < 1.1 * 512 * 4096 * 4
+
+
+def test_mixed_precision_is_planned_without_a_word(caplog):
+    """Keras asks torch for shapes in a way that fails with mixed precision, and asks again."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        keras_spmd.plan(gpt, (2,), ("batch",), None, MODELS["gpt"][2], device="H200")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def test_operations_of_a_known_model():

@@ -4,6 +4,7 @@ Building, capturing and all passes are those of a real run; only nothing has a v
 """
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,9 +94,22 @@ def _built(model_fn: Callable, distribution: Any, leaves: Any, mode: FakeTensorM
                 f"a loss and an optimizer. Received: {model!r}. Call model.compile(...) in it."
             )
         data = tree.map_structure(_tensor, leaves)
-        model._symbolic_build(data_batch=data)
+        with _silent("torch._subclasses.fake_tensor"):
+            # Keras tries without devices first, which fails with mixed precision.
+            model._symbolic_build(data_batch=data)
         parts, structure = optree.tree_flatten(_data.distribute_batch(data), namespace="keras")
     return DryRun(model, distribution, Batch(parts, structure), leaves)
+
+
+@contextlib.contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Whoever has that name logs nothing."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _tensor(leaf: Any) -> Any:

@@ -92,7 +92,7 @@ class _Lowering:
             kind = self.kinds[node]
             if name_of(node) == "cat":
                 continue  # What is joined is written to its place in the whole.
-            if name_of(node).startswith("scatter"):
+            if kind is Kind.WHOLE and name_of(node).startswith("scatter"):
                 # What is scattered, and where to, is computed element by element.
                 wanted.add(node.all_input_nodes[0])
                 continue

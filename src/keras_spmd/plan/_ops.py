@@ -65,6 +65,8 @@ def kind_of(node: Node) -> Kind:
         return Kind.REDUCTION
     if name in _ELEMENTWISE or name.startswith("_foreach_") or _is_pointwise(node.target):
         return Kind.ELEMENTWISE
+    if _is_one_hot(node):
+        return Kind.ELEMENTWISE
     return Kind.WHOLE
 
 
@@ -75,6 +77,17 @@ def is_heavy(node: Node) -> bool:
 
 def _is_pointwise(op: Any) -> bool:
     return torch.Tag.pointwise in getattr(op, "tags", ())
+
+
+def _is_one_hot(node: Node) -> bool:
+    """A number at one place of each row of a constant: Inductor compares places instead."""
+    if node.target is not aten.scatter.value:
+        return False
+    arguments: tuple[Any, ...] = node.args
+    constant, dim, places, _ = arguments
+    one_in_each_row = list(constant.meta["val"].shape)
+    one_in_each_row[dim] = 1
+    return name_of(constant) == "full" and list(places.meta["val"].shape) == one_in_each_row
 
 
 def _is_view(op: Any) -> bool:
