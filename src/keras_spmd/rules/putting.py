@@ -24,14 +24,14 @@ from keras_spmd.rules.writing import write_through
 def index_put(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     x, indices, values, *accumulate = args
     mesh, is_in_place = mesh_of(args), op is torch.ops.aten.index_put_.default
+    if isinstance(x, DTensor) and is_pending(x):
+        return run_without_pending_sums(op, args, kwargs)
+    if isinstance(x, DTensor) and not _can_put(x, indices):
+        return run_replicated(op, args, kwargs)
     whole = [local_as(index, mesh, replicated(mesh)) for index in indices]
     if not isinstance(x, DTensor):
         local = op(x, whole, local_as(values, mesh, replicated(mesh)), *accumulate, **kwargs)
         return local if is_in_place else wrap(local, mesh, replicated(mesh))
-    if is_pending(x):
-        return run_without_pending_sums(op, args, kwargs)
-    if not _can_put(x, indices):
-        return run_replicated(op, args, kwargs)
     part_of_values = local_as(values, mesh, _placements_of_values(x, indices, values))
     local = _put(op, x, mesh, whole, part_of_values, accumulate, kwargs)
     if not is_in_place:
