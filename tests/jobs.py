@@ -70,3 +70,12 @@ def torchrun(script, size, *args, restarts=0, timeout=300, **env):
 
 def result_of(file):
     return pickle.loads(Path(file).read_bytes())
+
+
+def is_running(process_id):
+    """Whether there is such a process, and it has not ended."""
+    try:
+        with open(f"/proc/{process_id}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -70,7 +70,7 @@ def test_a_rank_that_leaves_the_others_does_not_hang_the_test(how, message, monk
         started = time.monotonic()
         with pytest.raises(bench.RankFailure, match=message):
             ranks.run(body_leaving_others_in_a_collective, {"how": how}, 4)
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 15
         assert not any(_is_alive(pid) for pid in pids)
         assert len(ranks.run(body_fine, {}, 60)) == 2
 

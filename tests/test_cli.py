@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from jobs import is_running
 from keras_spmd import cli
 from keras_spmd.commands import _checks, doctor
 
@@ -279,14 +280,6 @@ def wait_for(path, timeout=60):
                 return text
         time.sleep(0.05)
     raise AssertionError(f"{path} was never written")
-
-
-def is_running(process_id):
-    try:
-        with open(f"/proc/{process_id}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_file_for_slurm_is_a_shell_script_with_all_options(tmp_path):

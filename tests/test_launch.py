@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import keras_spmd
+from jobs import is_running
 
 
 @pytest.fixture(autouse=True)
@@ -214,11 +215,3 @@ def wait_for(path, timeout=90):
         assert time.monotonic() < deadline, f"{path} was never written"
         time.sleep(0.05)
     return path.read_text()
-
-
-def is_running(process_id):
-    try:
-        with open(f"/proc/{process_id}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
