@@ -441,3 +441,19 @@ def test_every_command_has_help_with_examples():
         result = keras_spmd(command.name, "--help")
         assert result.returncode == 0, result.stderr
         assert f"\nexamples:\n  keras-spmd {command.name}" in result.stdout
+
+
+def test_jobs_of_one_host_meet_at_ports_of_their_own():
+    """torch 2.11 would have all of them meet at one."""
+    from keras_spmd.commands import _torchrun
+
+    def chosen(*words):
+        given = _torchrun.parser().parse_args([*words, "train.py"])
+        _torchrun._choose_meeting_point(given)
+        return given.standalone, given.master_port
+
+    assert chosen() == (True, 29500)
+    assert chosen("--master-port", "1234") == (False, 1234)
+    assert chosen("--nnodes", "2", "--master-addr", "a") == (False, 29500)
+    backend = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1")
+    assert chosen(*backend) == (False, 29500)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from keras_spmd.commands import _torchrun
 
-PORT = 29500
 # What the printed commands say themselves, or say in their place.
 _SAID = (
     *("help", "nproc_per_node", "nnodes", "module", "no_python", "standalone"),
@@ -37,7 +36,7 @@ export KERAS_BACKEND=torch
 # Each task starts the {count} ranks of its node; they meet at the first node.
 srun --kill-on-bad-exit=1 {_launcher()} run -n {count} \\
     --nnodes {nodes} --rdzv-backend c10d \\
-    --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head_node:{PORT}" \\
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head_node:{_torchrun.PORT}" \\
     {_program(arguments)}
 """
 
@@ -47,7 +46,7 @@ def hosts(arguments: argparse.Namespace) -> str:
     nodes, count = _nodes(arguments), int(arguments.nproc_per_node)
     address = getattr(arguments, "master_addr", None)
     head = address if address not in (None, "127.0.0.1") else "HOST0"
-    port = getattr(arguments, "master_port", None) or PORT
+    port = getattr(arguments, "master_port", None) or _torchrun.PORT
     lines = [
         f"# {nodes} hosts with {count} processes each. {head} is the first host's name or address;",
         f"# its port {port} must be open to the others. Start them within five minutes.",

@@ -18,6 +18,7 @@ from keras_spmd.commands import Mistake
 from keras_spmd.commands._streams import Streams
 
 SECONDS_TO_END = 10
+PORT = 29500  # torchrun's, where several hosts meet
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,6 +82,7 @@ class Job:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         _quieten()
+        _choose_meeting_point(self.arguments)
         output = self.arguments.output
         os.environ["KERAS_SPMD_RUN_FOLDER"] = str(self.folder)
         os.environ["KERAS_SPMD_RUN_OUTPUT"] = output
@@ -160,6 +162,20 @@ class Job:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         sys.stderr.write(f"keras-spmd: rank {rank} ended with {how}, and the job with it.\n")
         return code if code >= 0 else 128 - code
+
+
+def _choose_meeting_point(given: argparse.Namespace) -> None:
+    """A free port for a job of one host, as newer versions of torchrun choose it themselves.
+
+    With torch 2.11 all jobs of a host would meet at one port.
+    """
+    from torch.distributed.run import parse_min_max_nnodes
+
+    if given.master_port is not None:
+        return
+    given.master_port = PORT
+    if given.rdzv_backend == "static" and not given.rdzv_endpoint and not given.standalone:
+        given.standalone = parse_min_max_nnodes(given.nnodes)[1] == 1
 
 
 def _quieten() -> None:
