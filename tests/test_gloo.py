@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+import jobs
 from bench import on_ranks
 from keras_spmd._gloo import with_one_thread
 
@@ -50,6 +51,33 @@ def test_a_group_has_torchs_own_settings_but_for_its_threads():
     assert isinstance(backend, c10d.ProcessGroupGloo)
     assert backend.options._timeout == timedelta(seconds=77)
     assert backend.name() == "gloo"
+
+
+JOINED_BEFORE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+
+import keras
+import numpy as np
+import keras_spmd
+from keras_spmd import _gloo, _layouts
+
+mesh = keras.distribution.DeviceMesh((2,), ("batch",))
+keras.distribution.set_distribution(keras.distribution.DataParallel(device_mesh=mesh))
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+model.compile("sgd", "mse")
+model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+group = _layouts.backend_mesh(mesh).get_group()
+assert _gloo.has_threads(dist.group.WORLD) and not _gloo.has_threads(group)
+dist.destroy_process_group()
+"""
+
+
+def test_a_mesh_does_not_use_a_group_that_was_there_before():
+    codes, errors = jobs.outcomes(jobs.start(JOINED_BEFORE, 2), 120)
+    assert codes == [0, 0], errors
 
 
 class Gloo:

@@ -8,8 +8,11 @@ on with a damaged heap; a test shows it within seconds. One thread has nobody to
 Collectives of a group then run one after the other, as NCCL's do.
 """
 
+import contextlib
 import os
 from typing import Any
+
+import torch
 
 from keras_spmd._addresses import VARIABLE
 
@@ -28,6 +31,14 @@ def with_one_thread(gloo: type) -> type:
             return isinstance(instance, gloo)
 
     return Maker(gloo.__name__, (gloo,), {})
+
+
+def has_threads(group: Any) -> bool:
+    """Whether it was made before these groups were switched on."""
+    with contextlib.suppress(RuntimeError):  # It has no backend for CPUs.
+        options = group._get_backend(torch.device("cpu")).options
+        return getattr(options, "_threads", 1) > 1
+    return False
 
 
 def _options(gloo: Any, timeout: Any = None, **others: Any) -> Any:

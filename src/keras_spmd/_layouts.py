@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
-from keras_spmd import _processes
+from keras_spmd import _gloo, _processes
 from keras_spmd._groups import OncePerGroup
 from keras_spmd._notices import warn_once
 
@@ -100,6 +100,14 @@ def _make_torch_mesh(keras_mesh: Any) -> DeviceMesh:
     check_covers_world(keras_mesh.shape, ranks)
     grid, names = np.reshape(ranks, keras_mesh.shape), tuple(keras_mesh.axis_names)
     if all((np.diff(grid, axis=axis) > 0).all() for axis in range(grid.ndim)):
+        if grid.ndim == 1 and _gloo.has_threads(dist.group.WORLD):
+            # torch would take the group of all ranks.
+            return DeviceMesh.from_group(
+                dist.new_group(),
+                kinds[0],
+                torch.tensor(grid, dtype=torch.int),
+                mesh_dim_names=names,
+            )
         return DeviceMesh(kinds[0], torch.tensor(grid), mesh_dim_names=names)
     return _make_mesh_in_given_order(kinds[0], grid, names)
 
