@@ -23,7 +23,7 @@ docs: $(READY)
 
 # Two files of tests at a time: each spends much of its time waiting for processes to start.
 test: lint keras-tests
-	$(RUN)/python -m pytest -n 2 --dist loadfile
+	$(RUN)/python -m pytest -n 2 --dist loadfile --durations 25
 
 # Also what takes long: every optimizer, data and callback with jit_compile=True on 1, 2 and 4 ranks.
 test-all: lint keras-tests
