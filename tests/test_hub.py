@@ -69,6 +69,18 @@ def make(name, scale=1.0):
     return model
 
 
+class Forgetting(keras.callbacks.Callback):
+    """Each step begins without gradients.
+
+    Keras finds them by the paths of variables, and two of T5's have the same one: the gradients of
+    one of them add up from step to step, unless the step is a graph.
+    """
+
+    def on_train_batch_end(self, batch, logs=None):
+        for variable in self.model.trainable_variables:
+            variable.value.grad = None
+
+
 def train(name, prepare=None):
     """Losses of two steps, predictions and weights."""
     model = make(name)
@@ -78,7 +90,8 @@ def train(name, prepare=None):
     metrics = dict.fromkeys(y, "mae") if isinstance(y, dict) else ["mae"]
     optimizer = keras.optimizers.Adam(1e-2, epsilon=1e-3)
     model.compile(optimizer, "mse", metrics=metrics, weighted_metrics=None)
-    losses = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+    options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
+    losses = model.fit(x, y, callbacks=[Forgetting()], **options).history["loss"]
     predictions = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
     return [("loss", losses), *enumerate(predictions), *((v.path, whole(v)) for v in model.weights)]
 
