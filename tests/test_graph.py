@@ -209,6 +209,22 @@ def test_inputs_in_a_dict_of_any_order():
         np.testing.assert_allclose(got[1][key], values, 1e-5, 1e-6)
 
 
+@on_ranks(1, 2)
+def test_one_graph_for_all_epochs_with_validation_and_predictions_between():
+    os.environ["KERAS_SPMD_COMPILER"] = "none"
+    with distribution.DataParallel().scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(4)])
+        model.compile("sgd", "mse", jit_compile=True)
+        for _ in range(2):
+            model.fit(X, X[:, :4], batch_size=8, epochs=3, validation_split=0.5, verbose=0)
+            model.predict(X, batch_size=8, verbose=0)
+            model.evaluate(X, X[:, :4], batch_size=8, verbose=0)
+    kinds = {report.kind: len(report.graphs) for report in keras_spmd.explain(model)}
+    shapes = len({rows for rows in (8, len(X) // 2 % 8) if rows})
+    assert kinds["train"] == shapes
+    assert len(graphs(model)) == shapes
+
+
 @on_ranks(1)
 def test_without_a_distribution():
     """The same graph, for whoever has one device."""

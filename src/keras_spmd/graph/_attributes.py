@@ -21,7 +21,8 @@ _ARRAYS = (np.ndarray, np.generic, torch.Tensor)
 _IGNORED = frozenset(
     """_initial_epoch _lock _called stop_training stop_evaluating stop_predicting _losses _loss_ids
     _losses_override _build_shapes_dict _call_has_context_arg _compiled_trainable_state _buffers
-    _parameters _modules""".split()  # noqa: SIM905
+    _parameters _modules train_function test_function predict_function
+    _eval_epoch_iterator""".split()  # noqa: SIM905
 )
 
 _changes = 0
