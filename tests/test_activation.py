@@ -1,5 +1,6 @@
 """Switching on and off: in any order of imports, from one table, and back to exactly what was."""
 
+import importlib.util
 import logging
 import os
 import subprocess
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import keras_spmd
-from keras_spmd import _activate, _versions
+from keras_spmd import _activate, _backends, _versions
 
 
 def run(code, **env):
@@ -180,3 +181,40 @@ def test_without_a_distribution_nothing_changes():
     assert type(v.value) is torch.nn.Parameter
     assert not torch._C._get_dtensor_allow_implicit_replication()
     assert not torch.distributed.is_initialized()
+
+
+CHOOSE = """
+import os, runpy, sys
+runpy.run_path(sys.argv[1])["choose_torch_if_there_is_nothing_else"]()
+print(os.environ.get("KERAS_BACKEND"))
+"""
+USE = "import keras_spmd, keras; print(keras.backend.backend())"
+
+
+@pytest.mark.parametrize(
+    ("configured", "given", "code", "backend"),
+    [
+        (None, {}, USE, "torch"),
+        ('{"backend": "tensorflow"}', {}, USE, "torch"),
+        ("not JSON", {}, CHOOSE, "torch"),
+        ('{"backend": "numpy"}', {}, CHOOSE, "None"),
+        (None, {"KERAS_BACKEND": "numpy"}, CHOOSE, "numpy"),
+    ],
+)
+def test_torch_is_taken_where_keras_own_choice_is_not_installed(
+    configured, given, code, backend, tmp_path
+):
+    """TensorFlow is Keras's own, and is no part of this environment."""
+    if importlib.util.find_spec("tensorflow"):
+        pytest.skip("TensorFlow is installed")
+    if configured is not None:
+        (tmp_path / "keras.json").write_text(configured)
+    env = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, _backends.__file__],
+        env={**env, "KERAS_HOME": str(tmp_path), **given},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.stdout.strip() == backend, result.stderr

@@ -7,7 +7,7 @@ Importing this package switches it on; on Keras's other backends nothing happens
 >>> keras.distribution.set_distribution(keras.distribution.DataParallel())
 """
 
-from keras_spmd import _starting
+from keras_spmd import _backends, _starting
 from keras_spmd._launch import launch as launch
 from keras_spmd.plan import plan as plan
 
@@ -16,6 +16,7 @@ if _starting.is_command():
     from keras_spmd._elsewhere import activate as activate
     from keras_spmd._elsewhere import deactivate as deactivate
 else:
+    _backends.choose_torch_if_there_is_nothing_else()
     from keras_spmd._activate import activate as activate
     from keras_spmd._activate import deactivate as deactivate
     from keras_spmd._notices import ShardingWarning as ShardingWarning
