@@ -168,6 +168,9 @@ def test_a_mesh_must_cover_the_job():
     with pytest.raises(ValueError, match=r"needs 8 devices") as e:
         _ = eight.backend_mesh
     assert command in str(e.value)
+    os.environ["KERAS_SPMD_RUN_FOLDER"] = "as `keras-spmd run` has it"
+    with pytest.raises(ValueError, match=r"keras-spmd run -n 8 train\.py --epochs 3"):
+        _ = eight.backend_mesh
     if count > 1:
         part = distribution.DeviceMesh((count - 1,), ("a",), [f"cpu:{i}" for i in range(count - 1)])
         with pytest.raises(ValueError, match="must cover each of them exactly once"):

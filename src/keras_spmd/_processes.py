@@ -98,9 +98,10 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def launch_command(count: int) -> str:
-    """The command that starts this program with `count` processes."""
+    """The command that starts this program with `count` processes, as this one was started."""
     script = " ".join(sys.argv) if sys.argv and sys.argv[0] not in ("", "-c") else "your_script.py"
-    return f"torchrun --nproc-per-node {count} {script}"
+    by_ours = "KERAS_SPMD_RUN_FOLDER" in os.environ
+    return f"{'keras-spmd run -n' if by_ours else 'torchrun --nproc-per-node'} {count} {script}"
 
 
 def bind_device(local_rank: int | None = None) -> None:
