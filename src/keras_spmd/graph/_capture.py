@@ -125,7 +125,7 @@ def capture(
     table = {**decompositions(), **_DECOMPOSITIONS}
     for _ in range(10):
         tracer = _Tracer(step, slots, batch, gather_results, with_grad)
-        with torch.autograd.set_multithreading_enabled(False), _quiet():
+        with torch.autograd.set_multithreading_enabled(False), without_log_of_fake_tensors():
             trace = make_fx(tracer, table, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = trace([slot.local for slot in slots], batch.locals())
         if not tracer.undeclared:
@@ -155,7 +155,7 @@ _DECOMPOSITIONS = {torch.ops.aten.convolution_backward.default: _convolution_bac
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def without_log_of_fake_tensors() -> Iterator[None]:
     """torch logs the errors of fake tensors; here they are caught, and told in other words."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level

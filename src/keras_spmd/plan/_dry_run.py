@@ -4,7 +4,6 @@ Building, capturing and all passes are those of a real run; only nothing has a v
 """
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from keras_spmd import _data, _layouts
 from keras_spmd._notices import ShardingWarning
 from keras_spmd._planning import planning
-from keras_spmd.graph._capture import Batch, Captured
+from keras_spmd.graph._capture import Batch, Captured, without_log_of_fake_tensors
 from keras_spmd.graph._passes import improved
 from keras_spmd.graph._step import Step, _without_garbage_collection
 from keras_spmd.plan._arguments import Leaf, check_mesh, count_of, distribution_of, leaves_of
@@ -94,22 +93,11 @@ def _built(model_fn: Callable, distribution: Any, leaves: Any, mode: FakeTensorM
                 f"a loss and an optimizer. Received: {model!r}. Call model.compile(...) in it."
             )
         data = tree.map_structure(_tensor, leaves)
-        with _silent("torch._subclasses.fake_tensor"):
+        with without_log_of_fake_tensors():
             # Keras tries without devices first, which fails with mixed precision.
             model._symbolic_build(data_batch=data)
         parts, structure = optree.tree_flatten(_data.distribute_batch(data), namespace="keras")
     return DryRun(model, distribution, Batch(parts, structure), leaves)
-
-
-@contextlib.contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Whoever has that name logs nothing."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _tensor(leaf: Any) -> Any:
