@@ -2,7 +2,6 @@
 
 import difflib
 import importlib.metadata
-import json
 import os
 import re
 import resource
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_spmd import _settings, _versions
+from keras_spmd import _backends, _settings, _versions
 from keras_spmd.commands.run import cores
 
 PYTHON = ((3, 11), (3, 14))
@@ -113,13 +112,8 @@ def _backend() -> Check:
         return Check(name, OK, value)
     if value:
         return Check(name, BROKEN, value, "export KERAS_BACKEND=torch")
-    home = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
-    try:
-        configured = json.loads(home.read_text()).get("backend")
-    except (OSError, ValueError):
-        configured = None
-    if configured == "torch":
-        return Check(name, OK, f"torch, from {home}")
+    if _backends.configured() == "torch":
+        return Check(name, OK, f"torch, from {_backends.configuration()}")
     return Check(
         *(name, WARNING, "not set"),
         "export KERAS_BACKEND=torch for plain `python`; `keras-spmd run` sets it",
