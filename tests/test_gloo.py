@@ -50,6 +50,7 @@ def test_a_group_has_torchs_own_settings_but_for_its_threads():
     assert isinstance(backend, dist.ProcessGroupGloo)
     assert isinstance(backend, c10d.ProcessGroupGloo)
     assert backend.options._timeout == timedelta(seconds=77)
+    assert backend.options._threads == 1
     assert backend.name() == "gloo"
 
 

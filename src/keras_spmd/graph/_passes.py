@@ -25,7 +25,7 @@ def improved(module: GraphModule) -> GraphModule:
         use_onednn(module)
     if _collectives.collectives_of(module):
         merge_into_buckets(module.graph)
-        # gloo has been seen to corrupt memory with several collectives under way at once.
+        # On CPUs it was left out because gloo damaged memory (`_gloo.py`), and not measured since.
         if on_gpu:
             _collectives.prefetch_weights(module.graph)
         _collectives.sort(module.graph, late_waits=on_gpu)
