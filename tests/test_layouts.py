@@ -156,6 +156,18 @@ def test_errors_of_layouts_name_the_variable_and_the_fix():
         distribution.distribute_tensor(np.ones(4), distribution.TensorLayout(("model",)))
 
 
+@on_ranks(1, 2)
+def test_batches_are_divided_over_an_axis_of_the_mesh():
+    mesh = distribution.DeviceMesh((num_processes(),), ("data",))
+    with pytest.raises(ValueError, match=r"batch_dim_name='batch' must be one of .* \('data',\)"):
+        distribution.ModelParallel(layout_map=distribution.LayoutMap(mesh), batch_dim_name="batch")
+    for named in (None, "data"):
+        found = distribution.ModelParallel(
+            layout_map=distribution.LayoutMap(mesh), batch_dim_name=named
+        )
+        assert found.batch_dim_name == "data"
+
+
 @on_ranks(1, 2, 4)
 def test_a_mesh_must_cover_the_job():
     sys.argv = ["train.py", "--epochs", "3"]

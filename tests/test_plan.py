@@ -456,6 +456,28 @@ def test_what_a_user_should_know():
     assert "7 rows doesn't divide evenly" in text
 
 
+def test_moved_activations_are_told_of_unless_weights_would_be_more():
+    def wide():
+        dense = [layers.Dense(1024, name=f"dense_{i}") for i in range(3)]
+        model = keras.Sequential([keras.Input((1024,)), *dense], name="wide")
+        model.compile("sgd", "mse")
+        return model
+
+    batch = ((256, 1024), (256, 1024))
+    plan = keras_spmd.plan(wide, (8,), ("batch",), keras_spmd.layouts.fsdp, batch)
+    moved = [t for t in plan.transfers if t.of == "activations" and t.nbytes >= 2**20]
+    assert moved, "256 rows are fewer bytes than the weights"
+    assert not plan.warnings
+    # From shards of one dim to those of another: each device sends its eighth.
+    exchanges = {(t.of, t.nbytes) for t in plan.transfers if t.kind == "all_to_all"}
+    assert exchanges == {("gradients", 4 * 1024**2 // 8), ("activations", 4 * 256 * 1024 // 8)}
+
+    alone = {"wide/dense_1/output": (None, None)}
+    plan = keras_spmd.plan(wide, (8,), ("batch",), {".*/kernel": (), **alone}, ((2**15, 1024),) * 2)
+    assert "128.0 MiB of activations go through an all_gather over 'batch'" in plan.warnings[0]
+    assert "compare with a recipe" in plan.warnings[-1]
+
+
 def test_layouts_as_a_function_a_map_and_specs():
     seen = []
 
@@ -497,6 +519,9 @@ def test_more_mistakes_are_named():
         keras_spmd.plan(small, (4,), ("batch",), None, BATCH, device="abacus")
     with pytest.raises(ValueError, match="of unknown size"):
         keras_spmd.plan(small, (4,), ("batch",), None, (keras.Input((6,)), (8, 3)))
+    refused = r"can't be called with an x of shape \(8, 7\). It takes \(None, 6\)"
+    with pytest.raises(ValueError, match=refused):
+        keras_spmd.plan(small, (4,), ("batch",), None, ((8, 7), (8, 3)))
     assert not dist.is_initialized()
 
 
@@ -617,6 +642,7 @@ def test_the_command_plans(tmp_path, monkeypatch, capsys):
         (["--mesh", "4x2", "--batch", "512x64,512x64"], "--mesh must be"),
         (["--mesh", "batch=4", "--batch", "512*64"], "--batch must be"),
         ([*words, "--layouts", "best"], "--layouts must be"),
+        (["--mesh", "batch=4", *words[2:], "--layouts", "hybrid"], "hybrid needs two axes"),
         ([*words, "--device", "abacus"], "abacus"),
     ]:
         assert planned_by_the_command(*bad) == 2

@@ -1,15 +1,17 @@
-"""A spinner for what takes long: in a terminal, on rank 0, and nowhere else."""
+"""A spinner for what takes long, in a terminal; lines in a log; on rank 0 alone."""
 
 import os
 import pty
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from bench import _free_port
-from keras_spmd._progress import progress
+from keras_spmd import _progress
+from keras_spmd._progress import progress, progress_of_bytes
 
 CODE = """
 import time
@@ -68,6 +70,42 @@ def test_nothing_is_written_to_what_is_not_a_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_log_is_told_of_what_takes_really_long(capfd, monkeypatch):
+    monkeypatch.setattr(_progress, "LONG", 0.2)
+    with progress("Weighing"), progress_of_bytes("inside"):
+        time.sleep(0.5)
+        assert capfd.readouterr().err == "keras-spmd: Weighing ...\n"
+    assert re.fullmatch(r"keras-spmd: Weighing took \d s\n", capfd.readouterr().err)
+    with progress_of_bytes("Saving 'x'") as advance:
+        advance(7)
+    monkeypatch.setenv("RANK", "1")
+    with progress("Weighing"):
+        time.sleep(0.5)
+    assert capfd.readouterr() == ("", "")
+
+
+PLANS = """
+import keras, keras_spmd
+def make():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+CALL
+"""
+
+
+def test_planning_is_shown():
+    batch = "((8, 2), (8, 1))"
+    call = f'keras_spmd.plan(make, (2,), ("batch",), None, {batch})'
+    assert "Planning a step" in shown_in_a_terminal(PLANS.replace("CALL", call))[0]
+    mesh = 'keras.distribution.DeviceMesh((1,), ("batch",))'
+    call = f"keras_spmd.layouts.auto(make, {mesh}, batch={batch})"
+    text, _ = shown_in_a_terminal(PLANS.replace("CALL", call))
+    assert "Planning layouts" in text
+    assert "3/3" in text
+    assert "Planning a step" not in text
+
+
 def test_compiling_a_step_is_shown():
     code = """
 import keras, keras_spmd, numpy as np
@@ -76,6 +114,7 @@ model.compile("sgd", "mse", jit_compile=True)
 model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
 """
     text, _ = shown_in_a_terminal(code, KERAS_SPMD_COMPILER="none")
+    assert "Capturing the train step of line" in text
     assert "Compiling the train step of line" in text
 
 

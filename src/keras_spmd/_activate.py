@@ -41,6 +41,7 @@ def patches() -> list[Patch]:
         _coverage,
         _cross_entropy,
         _data,
+        _exchange,
         _exporting,
         _files,
         _gloo,
@@ -115,6 +116,12 @@ def patches() -> list[Patch]:
             "DeviceMesh.__init__",
             _meshes.device_mesh_init_or,
             "a mesh that is too large says how to start enough processes",
+        ),
+        Patch(
+            keras_dist,
+            "Distribution.__init__",
+            _meshes.distribution_init_or,
+            "the axis of batches is looked for in a tuple, whose error names neither",
         ),
         Patch(
             keras_dist,
@@ -593,6 +600,12 @@ def patches() -> list[Patch]:
         ),
         Patch(
             "torch.distributed.tensor.placement_types",
+            "shard_dim_alltoall",
+            use(_exchange.to_other_dim),
+            "torch's gathers on CPUs, and on GPUs is none of the collectives that steps know",
+        ),
+        Patch(
+            "torch.distributed.tensor.placement_types",
             "Partial.__hash__",
             use(decisions.hash_of_partial),
             "torch's differs from rank to rank, and with it the choice between equal costs",
@@ -664,7 +677,6 @@ def activate() -> bool:
     _undo.append(lambda: sys.modules.pop(module_name, None))
     _silence("Found a non-scalar tensor with numel=1")
     _silence_log("torch.distributed.tensor._redistribute", "sequential")
-    _silence_log("torch.distributed.tensor._collective_utils", "alltoall")
     try:
         for patch in patches():
             _apply(patch)
@@ -688,8 +700,8 @@ def _silence(message: str) -> None:
 def _silence_log(logger_name: str, word: str) -> None:
     """Drop a message of torch's log, which every rank would write.
 
-    One says that a sum over two mesh axes takes two collectives, one that gloo has no all-to-all:
-    nothing that the author of a Keras script could change.
+    It says that a sum over two mesh axes takes two collectives: nothing that the author of a Keras
+    script could change.
     """
     logger = logging.getLogger(logger_name)
 

@@ -24,6 +24,20 @@ def device_mesh_init_or(original: Callable) -> Callable:
     return __init__
 
 
+def distribution_init_or(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(self: Any, device_mesh: Any, batch_dim_name: Any = None, *args: Any) -> None:
+        axes = tuple(getattr(device_mesh, "axis_names", None) or ())
+        if axes and batch_dim_name is not None and batch_dim_name not in axes:
+            raise ValueError(
+                f"batch_dim_name={batch_dim_name!r} must be one of the mesh's axes, which are "
+                f"{axes}: batches are divided over it."
+            )
+        original(self, device_mesh, batch_dim_name, *args)
+
+    return __init__
+
+
 def set_distribution_or(original: Callable) -> Callable:
     @functools.wraps(original)
     def set_distribution(value: Any) -> None:

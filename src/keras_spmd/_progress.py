@@ -1,4 +1,7 @@
-"""A spinner, or a bar, while something takes long; on rank 0, and only in a terminal.
+"""A spinner, or a bar, while something takes long; on rank 0.
+
+What is not a terminal, a log for instance, gets a line about what takes really long, and one when
+it is done.
 
 with progress("Compiling the train step"):
     ...
@@ -17,6 +20,7 @@ with progress_of_bytes("Saving 'model.keras'", total=size) as advance:
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +30,7 @@ from keras_spmd import _settings
 _is_shown = False
 # Files are small more often than not: a bar that is gone in a moment is in the way.
 MOMENT = 0.5
+LONG = 10.0  # seconds after which a log is told
 
 
 @contextlib.contextmanager
@@ -47,6 +52,10 @@ def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., N
     global _is_shown
     if not _wants_to_be_seen():
         yield _ignore
+        return
+    if not sys.stderr.isatty():
+        with _told_in_lines(what):
+            yield _ignore
         return
     bar = _new_bar(total)
     task = bar.add_task(what, total=total)
@@ -70,11 +79,39 @@ def progress_of_bytes(what: str, *, total: int | None = None) -> Iterator[Callab
     if not _wants_to_be_seen():
         yield _ignore
         return
+    if not sys.stderr.isatty():
+        with _told_in_lines(what):
+            yield _ignore
+        return
     late = _Late(what, total)
     try:
         yield late.advance
     finally:
         late.stop()
+
+
+@contextlib.contextmanager
+def _told_in_lines(what: str) -> Iterator[None]:
+    global _is_shown
+    start = time.monotonic()
+    timer = threading.Timer(LONG, _write_line, [f"{what} ..."])
+    timer.daemon = True
+    timer.start()
+    _is_shown = True
+    try:
+        yield
+    finally:
+        _is_shown = False
+        timer.cancel()
+        seconds = time.monotonic() - start
+        if seconds > LONG:
+            _write_line(f"{what} took {seconds:.0f} s")
+
+
+def _write_line(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # of a stream that was closed meanwhile
+        sys.stderr.write(f"keras-spmd: {text}\n")
+        sys.stderr.flush()
 
 
 class _Late:
@@ -111,8 +148,7 @@ def _wants_to_be_seen() -> bool:
     # One display at a time: what happens inside a longer thing is a part of it.
     if _is_shown or os.environ.get("RANK", "0") != "0" or not _settings.progress():
         return False
-    # Notebooks replace the stream with one that is not a terminal; some hosts have none at all.
-    return sys.stderr is not None and sys.stderr.isatty()
+    return sys.stderr is not None  # some hosts have none at all
 
 
 def _new_bar(total: int | None) -> Any:

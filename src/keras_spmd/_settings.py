@@ -80,5 +80,5 @@ def failure_was_shown() -> bool:
 
 
 def progress() -> bool:
-    """`KERAS_SPMD_PROGRESS=0`: no spinners and bars, in terminals either."""
+    """`KERAS_SPMD_PROGRESS=0`: no spinners, bars and lines about what takes long."""
     return os.environ.get("KERAS_SPMD_PROGRESS", "1") != "0"

@@ -91,7 +91,14 @@ def layouts_of(text: str | None, names: tuple[str, ...]) -> Callable | None:
     from keras_spmd import layouts
 
     recipe = getattr(layouts, text)
+    if text in ("fsdp", "zero1"):
+        return functools.partial(recipe, axis=names[0])
+    if len(names) == 1:
+        raise Mistake(
+            f"--layouts {text} needs two axes: batches are divided over the first, {names[0]!r}, "
+            "and layers over another. Use e.g. --mesh batch=1,model=8."
+        )
+    model_axis = "model" if "model" in names[1:] else names[-1]
     if text == "hybrid":
-        return functools.partial(recipe, data_axis=names[0], model_axis=names[-1])
-    on_data = text in ("fsdp", "zero1")
-    return functools.partial(recipe, axis=names[0] if on_data else names[-1])
+        return functools.partial(recipe, data_axis=names[0], model_axis=model_axis)
+    return functools.partial(recipe, axis=model_axis)

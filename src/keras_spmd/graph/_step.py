@@ -185,7 +185,8 @@ class Step:
         captured: Captured | None = None
         error: Exception | None = None
         try:
-            captured = self._capture(batch)
+            with progress(f"Capturing the {self.kind} step of {self.model.name}"):
+                captured = self._capture(batch)
             changed = _attributes.difference(before, _attributes.snapshot(self.model))
             if changed:
                 raise _reasons.python_state(changed)

@@ -21,7 +21,7 @@ def advice(
     return [
         *_too_much(memory, limit),
         *_replicated(variables, limit, mesh),
-        *_moved_activations(transfers),
+        *_moved_activations(transfers, variables),
         *_uneven(variables, mesh),
         *_uneven_batch(batch, batch_axis, mesh[batch_axis]),
     ]
@@ -64,17 +64,35 @@ def _replicated(variables: list[Variable], limit: int, mesh: dict[str, int]) -> 
     ]
 
 
-def _moved_activations(transfers: list[Transfer]) -> list[str]:
+def _moved_activations(transfers: list[Transfer], variables: list[Variable]) -> list[str]:
     moved = [
         t
         for t in transfers
-        if t.of == "activations" and t.kind != "all_reduce" and t.nbytes >= _SMALL
+        if t.of == "activations"
+        and t.kind != "all_reduce"
+        and t.nbytes >= _SMALL
+        and t.nbytes > _gathered_weights(t, variables)
     ]
-    return [
+    told = [
         f"{size(t.nbytes)} of activations go through {_a(t.kind)} over '{t.axis}' in the {t.phase} "
         f"pass{f', {t.count} times' if t.count > 1 else ''}, for {', '.join(t.layers[:3])}."
         for t in sorted(moved, key=lambda t: -t.nbytes * t.count)[:5]
     ]
+    if told:
+        told[-1] += (
+            " Layouts that agree from one layer to the next move less: compare with a recipe of "
+            "keras_spmd.layouts, or let keras_spmd.layouts.auto choose."
+        )
+    return told
+
+
+def _gathered_weights(transfer: Transfer, variables: list[Variable]) -> int:
+    """What gathering the weights of its layers would send instead, each way."""
+    return sum(
+        v.nbytes
+        for v in variables
+        if transfer.axis in v.axes and v.path.startswith(tuple(f"{n}/" for n in transfer.layers))
+    )
 
 
 def _a(kind: str) -> str:

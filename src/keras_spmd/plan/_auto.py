@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras_spmd._progress import progress
 from keras_spmd.plan._figures import Device, device_of
 from keras_spmd.plan._planner import make_plan
 from keras_spmd.plan._report import Plan
@@ -113,21 +114,23 @@ def auto(
     limit = limit if device_memory is None else device_memory
     plans: dict[str, Plan] = {}
     failures: dict[str, str] = {}
-    for name, layouts in candidates.items():
-        try:
-            plans[name] = make_plan(
-                model_fn,
-                mesh_shape,
-                axis_names,
-                layouts,
-                batch,
-                device=device,
-                batch_axis=batch_axis,
-                whole=False,
-            )
-        except (ValueError, TypeError) as error:
-            failures[name] = str(error).splitlines()[0]
-        after_each()
+    with progress("Planning layouts", total=len(candidates)) as advance:
+        for name, layouts in candidates.items():
+            try:
+                plans[name] = make_plan(
+                    model_fn,
+                    mesh_shape,
+                    axis_names,
+                    layouts,
+                    batch,
+                    device=device,
+                    batch_axis=batch_axis,
+                    whole=False,
+                )
+            except (ValueError, TypeError) as error:
+                failures[name] = str(error).splitlines()[0]
+            advance()
+            after_each()
     if not plans:
         reasons = "; ".join(f"'{name}': {why}" for name, why in failures.items())
         raise ValueError(f"None of the candidates can be planned. {reasons}")

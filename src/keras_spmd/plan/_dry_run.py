@@ -95,9 +95,23 @@ def _built(model_fn: Callable, distribution: Any, leaves: Any, mode: FakeTensorM
         data = tree.map_structure(_tensor, leaves)
         with without_log_of_fake_tensors():
             # Keras tries without devices first, which fails with mixed precision.
-            model._symbolic_build(data_batch=data)
+            try:
+                model._symbolic_build(data_batch=data)
+            except ValueError as error:
+                raise ValueError(_does_not_take(model, leaves, error)) from error
         parts, structure = optree.tree_flatten(_data.distribute_batch(data), namespace="keras")
     return DryRun(model, distribution, Batch(parts, structure), leaves)
+
+
+def _does_not_take(model: Any, leaves: Any, error: ValueError) -> str:
+    """That the model refuses the batch, and what it expects, as far as Keras knows."""
+    given = tree.map_structure(lambda leaf: getattr(leaf, "shape", leaf), leaves)
+    x = given[0] if isinstance(given, (list, tuple)) and given else given
+    inputs = getattr(model, "inputs", None) or []
+    expected = ", ".join(str(tuple(i.shape)) for i in inputs)
+    what = f" It takes {expected}, None being any number." if expected else ""
+    reason = "" if expected else f" {error}"
+    return f"The model '{model.name}' can't be called with an x of shape {x}.{what}{reason}"
 
 
 def _tensor(leaf: Any) -> Any:

@@ -63,7 +63,9 @@ def _figures(run: DryRun, captured: Captured, device: Device, groups: list[Group
         memory[place] = max(
             memory.get(place, (0.0, 0.0)), (moment.activations, moment.gradients), key=sum
         )
-    transfers = [_transfer(node, run.mesh) for node in collectives_of(captured.module)]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    batch = set(inputs[len(captured.slots) :])
+    transfers = [_transfer(node, run.mesh, batch) for node in collectives_of(captured.module)]
     timing = timing_of(graph, kernels, device, run.mesh)
     return Measured(memory, transfers, timing, captured.fallbacks, groups)
 
@@ -72,19 +74,20 @@ def _canonical(layer: str, groups: list[Group]) -> str:
     return next((role for g in groups if (role := g.role_of(layer)) is not None), layer)
 
 
-def _transfer(node: Node, mesh: Any) -> Transfer:
+def _transfer(node: Node, mesh: Any, batch: set[Node]) -> Transfer:
     collective = _collective(node, mesh)
-    return Transfer(**vars(collective), of=_what(node))
+    return Transfer(**vars(collective), of=_what(node, batch))
 
 
-def _what(node: Node) -> str:
-    """What a collective moves. Weights come from the inputs of the graph alone."""
+def _what(node: Node, batch: set[Node]) -> str:
+    """What a collective moves. Weights come from the state alone, by moves and casts."""
     if is_gradient(node):
         return "gradients"
     waiting, seen = [node], {node}
     while waiting:
         for x in waiting.pop().all_input_nodes:
-            if kind_of(x) in (Kind.WHOLE, Kind.REDUCTION) and "cat" not in str(x.target):
+            is_sum = kind_of(x) in (Kind.WHOLE, Kind.REDUCTION) and "cat" not in str(x.target)
+            if is_sum or x in batch:
                 return "activations"
             if x not in seen:
                 seen.add(x)

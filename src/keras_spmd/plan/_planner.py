@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras.src import tree
 
+from keras_spmd._progress import progress
 from keras_spmd.graph._capture import local_of
 from keras_spmd.plan._advice import advice
 from keras_spmd.plan._arguments import Leaf
@@ -28,15 +29,18 @@ def make_plan(
     whole: bool,
 ) -> Plan:
     figures, start = device_of(device), time.perf_counter()
-    with dry_run(
-        model_fn,
-        mesh_shape,
-        axis_names,
-        layouts,
-        batch,
-        batch_axis=batch_axis,
-        for_gpu=figures.is_gpu,
-    ) as (run, messages):
+    with (
+        progress("Planning a step"),
+        dry_run(
+            model_fn,
+            mesh_shape,
+            axis_names,
+            layouts,
+            batch,
+            batch_axis=batch_axis,
+            for_gpu=figures.is_gpu,
+        ) as (run, messages),
+    ):
         result = measured(run, figures, whole=whole)
         variables = [_variable(v, run.mesh) for v in run.model.variables]
         memory = _memory(run, result)

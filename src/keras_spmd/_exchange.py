@@ -1,0 +1,25 @@
+"""A tensor that is sharded on one dim becomes one that is sharded on another.
+
+Each rank has a part of every other rank's part, and sends it there: 1/N of what gathering takes.
+torch gathers on CPUs, because gloo once had no all-to-all. On GPUs it calls an op that waits where
+it stands and that is no functional collective, so neither the passes of a captured step nor its
+report would see it.
+"""
+
+import torch
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def to_other_dim(
+    local: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """This rank's shard of `shard_dim`, from its shard of `gather_dim`; both divide evenly."""
+    if local.is_complex():
+        pairs = to_other_dim(torch.view_as_real(local), gather_dim, shard_dim, mesh, mesh_dim)
+        return torch.view_as_complex(pairs.contiguous())
+    parts = local.unflatten(shard_dim, (mesh.size(mesh_dim), -1)).movedim(shard_dim, 0)
+    moved = functional.all_to_all_single(parts.contiguous(), None, None, (mesh, mesh_dim))
+    if isinstance(moved, functional.AsyncCollectiveTensor):
+        moved = moved.wait()
+    return moved.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
