@@ -92,7 +92,8 @@ class Subject:
         if floats and wanted:
             total = sum((r.float() * weights_like(r)).sum() for r in floats)
             grads = torch.autograd.grad(total, wanted, allow_unused=True)  # type: ignore[arg-type]
-            results += [torch.zeros(()) if g is None else g for g in grads]
+            absent = torch.zeros((), device=total.device)  # type: ignore[union-attr]
+            results += [absent if g is None else g for g in grads]
         if self.layer is not None:
             results += [v.value for v in self.layer.non_trainable_variables]
         return results
@@ -134,7 +135,7 @@ def leaves(result: Any) -> list[torch.Tensor]:
 
 
 def weights_like(x: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(0.5, 1.5, x.numel()).reshape(x.shape)
+    return torch.linspace(0.5, 1.5, x.numel(), device=x.device).reshape(x.shape)
 
 
 def eager(subject: Subject, inputs: list[torch.Tensor], cost: Cost) -> list[torch.Tensor]:
@@ -164,7 +165,7 @@ def captured(subject: Subject, inputs: list[torch.Tensor], cost: Cost) -> list[t
 
 def full(x: torch.Tensor) -> np.ndarray:
     whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return (whole.float() if whole.dtype == torch.bfloat16 else whole.resolve_conj()).numpy()
+    return (whole.float() if whole.dtype == torch.bfloat16 else whole.resolve_conj()).cpu().numpy()
 
 
 class Expected(NamedTuple):

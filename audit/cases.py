@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from keras import ops
+from keras.src.backend.torch.core import get_device
 
 KINDS: dict[str, Callable[[np.random.Generator, tuple], np.ndarray]] = {
     "f": lambda rng, shape: rng.normal(size=shape).astype("float32"),
@@ -64,7 +65,7 @@ class Case(NamedTuple):
             KINDS[text[0]](rng, tuple(int(size) for size in text[1:].split(",") if size))
             for text in self.inputs
         ]
-        return [self._with_dtype(torch.tensor(array)) for array in arrays]
+        return [self._with_dtype(torch.tensor(array, device=get_device())) for array in arrays]
 
     def _with_dtype(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_floating_point():

@@ -2,10 +2,12 @@
 
 import collections
 import json
+import os
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BUILD = HERE.parent / "build" / "audit"
+ON_GPU = os.environ.get("AUDIT_DEVICE") == "gpu"
+BUILD = HERE.parent / "build" / ("audit_gpu" if ON_GPU else "audit")
 KINDS = ("ops", "layers")
 MODES = ("eager", "captured")
 VERDICTS = ("right", "replicated", "wrong")

@@ -10,13 +10,10 @@ import sys
 import warnings
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
-# keras-spmd wants a GPU for each process of a machine.
-os.environ["LOCAL_RANK"] = "0"
-os.environ["LOCAL_WORLD_SIZE"] = "1"
 
+import shared_gpu  # isort: skip
 import keras
 import numpy as np
-import torch
 import torch.distributed as dist
 from gpt import MINI, keras_model
 from keras import layers
@@ -101,24 +98,8 @@ def train(make, batch, distribution=None, **options):
     return [np.asarray(losses), scores, *weights]
 
 
-def by_the_host(name):
-    """gloo takes what lies on a GPU for the host's memory in most collectives."""
-    op = getattr(torch.ops._c10d_functional, name).default
-
-    def call(x, *args):
-        wait = torch.ops._c10d_functional.wait_tensor.default
-        return wait(op(x.cpu(), *args)).to(x.device)
-
-    return call
-
-
 def main() -> None:
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
-        library.impl(name, by_the_host(name), "CUDA")
-    torch.backends.cudnn.allow_tf32 = False
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:gloo")
+    shared_gpu.join()
     warnings.simplefilter("ignore", keras_spmd.ShardingWarning)
     for name in sys.argv[1:] or MODELS:
         make, batch = MODELS[name], data(name)

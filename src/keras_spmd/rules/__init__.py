@@ -11,11 +11,13 @@ from keras_spmd.rules import joining as joining
 from keras_spmd.rules import linalg as linalg
 from keras_spmd.rules import losses as losses
 from keras_spmd.rules import normalization as normalization
+from keras_spmd.rules import older as older
 from keras_spmd.rules import padding as padding
 from keras_spmd.rules import pointwise as pointwise
 from keras_spmd.rules import pooling as pooling
 from keras_spmd.rules import putting as putting
 from keras_spmd.rules import randomness as randomness
+from keras_spmd.rules import recurrent as recurrent
 from keras_spmd.rules import reductions as reductions
 from keras_spmd.rules import reshaping as reshaping
 from keras_spmd.rules import scalars as scalars

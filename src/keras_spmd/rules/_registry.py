@@ -22,13 +22,20 @@ _shardings: list[tuple[str, Callable]] = []
 _handlers: list[tuple[str, Callable]] = []
 _saved: list[tuple[dict, Any, Any]] = []
 _ABSENT = object()
+TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
-def sharding(*op_names: str) -> Callable[[Callable], Callable]:
-    """Register placements for ops by name, e.g. 'aten.convolution.default'."""
+def sharding(
+    *op_names: str, before: tuple[int, int] | None = None
+) -> Callable[[Callable], Callable]:
+    """Register placements for ops by name, e.g. 'aten.convolution.default'.
+
+    With `before`, on versions of torch that are older than this one.
+    """
 
     def register(function: Callable) -> Callable:
-        _shardings.extend((name, function) for name in op_names)
+        if before is None or before > TORCH:
+            _shardings.extend((name, function) for name in op_names)
         return function
 
     return register

@@ -101,7 +101,8 @@ def convolution_backward(
     rest = [None] * 8
 
     def choice(grads: list[Any], inputs: list[Any]) -> Choice:
-        return grads, [*inputs, *rest]
+        wanted = [g if is_asked else None for g, is_asked in zip(grads, output_mask, strict=True)]
+        return wanted, [*inputs, *rest]
 
     choices = [
         choice([Replicate(), Replicate(), Replicate()], [Replicate(), Replicate(), Replicate()]),

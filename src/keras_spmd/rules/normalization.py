@@ -247,6 +247,27 @@ def cudnn_batch_norm_backward(op: torch._ops.OpOverload, args: tuple, kwargs: di
     return _backward(grad, x, weight, running_mean, running_var, save_mean, save_invstd, True, eps)
 
 
+@sharding("aten._fused_rms_norm.default")
+def rms_norm(x: Any, normalized_shape: Any, weight: Any, eps: float | None) -> list:
+    """The kernel of GPUs. To torch's rule the shards of a sharded weight are all of it."""
+    scale = None if weight is None else Replicate()
+    others = map(Shard, range(x.ndim - len(normalized_shape)))
+    return [([p, p], [p, None, scale, None]) for p in (Replicate(), *others)]
+
+
+@sharding("aten._fused_rms_norm_backward.default")
+def rms_norm_backward(
+    grad: Any, x: Any, normalized_shape: Any, rstd: Any, weight: Any, output_mask: Any
+) -> list:
+    scale = None if weight is None else Replicate()
+    choices: list = [(Replicate(), Replicate())]
+    choices += [(Shard(dim), Partial()) for dim in range(x.ndim - len(normalized_shape))]
+    return [
+        ([*_masked((p, of_weight), output_mask)], [p, p, None, p, scale, None])
+        for p, of_weight in choices
+    ]
+
+
 @sharding("aten.native_layer_norm.default")
 def layer_norm(x: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float) -> list:
     """Any dim but the normalized ones. Before torch 2.13 a sharded weight is not gathered."""
@@ -275,4 +296,4 @@ def layer_norm_backward(
         parts = [Shard(dim)] * 2
         grads = [Shard(dim), Partial(), Partial()]
         choices.append((grads, [*parts, None, *parts, *affine, None]))
-    return choices
+    return [([*_masked(tuple(grads), output_mask)], inputs) for grads, inputs in choices]

@@ -34,16 +34,17 @@ def complex_number(real: Any, imaginary: Any) -> list:
 
 @sharding("aten.log_sigmoid_forward.default")
 def log_sigmoid(x: Any) -> list:
-    """On GPUs the buffer that it returns too has no elements."""
-    if x.mesh.device_type != "cpu":
-        return [([Replicate(), Replicate()], [Replicate()])]
-    return [([p, p], [p]) for p in (Replicate(), *map(Shard, range(len(x.shape))))]
+    """It also returns a buffer, which has no elements on GPUs, whatever shape torch believes in."""
+    is_used = x.mesh.device_type == "cpu"
+    return [
+        ([p, p if is_used else Replicate()], [p])
+        for p in (Replicate(), *map(Shard, range(len(x.shape))))
+    ]
 
 
 @sharding("aten.log_sigmoid_backward.default")
 def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> list:
-    """The buffer is used on CPUs, and has no elements on GPUs."""
-    is_used = tuple(buffer.shape) == tuple(x.shape)
+    is_used = x.mesh.device_type == "cpu"
     return [
         ([placement], [placement, placement, placement if is_used else Replicate()])
         for placement in (Replicate(), *map(Shard, range(len(x.shape))))
