@@ -83,7 +83,8 @@ def reference(case: Case) -> tuple[Subject, Expected] | None:
 def alone(subject: Subject) -> list[torch.Tensor]:
     subject.reset()
     with own_numbers():
-        return subject.results(subject.case.tensors())
+        # Variables change in place when they are reset.
+        return [r.clone() for r in subject.results(subject.case.tensors())]
 
 
 def can_be_captured(subject: Subject) -> bool:

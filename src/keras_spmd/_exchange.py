@@ -22,4 +22,5 @@ def to_other_dim(
     moved = functional.all_to_all_single(parts.contiguous(), None, None, (mesh, mesh_dim))
     if isinstance(moved, functional.AsyncCollectiveTensor):
         moved = moved.wait()
-    return moved.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+    # What follows may be a view that a whole tensor in its usual order can have.
+    return moved.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()

@@ -59,7 +59,10 @@ def _with_its_strides(whole: torch.Tensor, x: DTensor) -> torch.Tensor:
     """Gathering may permute memory, and a view depends on how it lies."""
     if is_replicated(x) or whole.stride() == x.stride():
         return whole
-    return whole.new_empty_strided(whole.shape, x.stride()).copy_(whole)
+    # Not by a copy into memory with these strides: a graph would keep the value and forget them.
+    order = sorted(range(x.ndim), key=lambda dim: (-x.stride(dim), dim))
+    back = [order.index(dim) for dim in range(x.ndim)]
+    return whole.permute(order).contiguous().permute(back)
 
 
 def _wrap(result: Any, mesh: Any) -> Any:
