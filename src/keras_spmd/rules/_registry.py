@@ -18,7 +18,8 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 
-_shardings: list[tuple[str, Callable]] = []
+# Names of ops, their rules, and the version of torch from which on it has rules itself.
+shardings: list[tuple[str, Callable, tuple[int, int] | None]] = []
 _handlers: list[tuple[str, Callable]] = []
 _saved: list[tuple[dict, Any, Any]] = []
 _ABSENT = object()
@@ -34,8 +35,7 @@ def sharding(
     """
 
     def register(function: Callable) -> Callable:
-        if before is None or before > TORCH:
-            _shardings.extend((name, function) for name in op_names)
+        shardings.extend((name, function, before) for name in op_names)
         return function
 
     return register
@@ -55,16 +55,16 @@ def install() -> None:
     """Put all rules into DTensor."""
     dispatcher = DTensor._op_dispatcher
     _remember_sizes()
-    for name, function in _shardings:
-        op = _find(name)
-        if op is not None:
+    for name, function, before in shardings:
+        op = find(name)
+        if op is not None and (before is None or before > TORCH):
             for table in _tables():
                 _save(table, op)
                 table.pop(op, None)
             register_sharding(op)(function)
             dispatcher.sharding_propagator.op_to_schema_info[op] = _schema_info(op)
     for name, function in _handlers:
-        op = _find(name)
+        op = find(name)
         if op is not None:
             _save(dispatcher._custom_op_handlers, op)
             dispatcher._custom_op_handlers[op] = function
@@ -150,7 +150,7 @@ def _save(table: dict, op: Any) -> None:
     _saved.append((table, op, table.get(op, _ABSENT)))
 
 
-def _find(name: str) -> Any:
+def find(name: str) -> Any:
     """The op of this name, or None where this build of torch has no such op."""
     found: Any = torch.ops
     for part in name.split("."):

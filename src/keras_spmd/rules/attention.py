@@ -1,19 +1,29 @@
-"""Attention on CPUs: sharded on batch, on heads, or on the queries of the sequence.
+"""Attention: sharded on batch, on heads, or on the queries of the sequence.
 
-torch has rules for its CUDA kernels and none for this one. The mask is a keyword argument, and
-DTensor doesn't redistribute those, so this is a handler.
+torch has no rule for the kernel of CPUs, whose mask is a keyword argument, which DTensor doesn't
+redistribute. Of its kernels for GPUs the two that take a mask want it aligned in memory: what torch
+has aligned for the whole isn't for a shard.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from keras_spmd.rules._registry import handler
-from keras_spmd.rules._specs import local_as, without_empty_shards, wrap
+from keras_spmd.rules._specs import (
+    local_as,
+    mesh_of,
+    replicated,
+    without_empty_shards,
+    wrap,
+)
 
 BATCH, HEADS, SEQUENCE = 0, 1, 2
+# Rows of a mask begin at multiples of so many elements.
+ALIGNMENT = 16
 
 
 def _sharded_dims(mesh: DeviceMesh, tensors: tuple, *, is_causal: bool) -> list[int | None]:
@@ -104,3 +114,122 @@ def attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> 
         wrap(grads[1], mesh, key_grads, key.shape),
         wrap(grads[2], mesh, key_grads, value.shape),
     )
+
+
+class _OnGpu:
+    """The parts of queries, keys, values and a mask that this rank computes with."""
+
+    def __init__(self, query: Any, key: Any, value: Any, mask: Any, *, is_causal: bool) -> None:
+        self.mesh = mesh_of(query, key, value, mask)
+        dims = _sharded_dims(self.mesh, (query, key, value), is_causal=is_causal)
+        self.queries, self.keys = _query_like(dims), _key_like(dims)
+        self.of_mask = _mask_like(dims, mask, query.ndim)
+        # Each rank sees its own queries only: what they ask of all keys is to be summed up.
+        self.key_grads = [
+            Partial() if dim == SEQUENCE else p for dim, p in zip(dims, self.keys, strict=True)
+        ]
+        self.inputs = [
+            local_as(query, self.mesh, self.queries),
+            local_as(key, self.mesh, self.keys),
+            local_as(value, self.mesh, self.keys),
+        ]
+        self.mask = None if mask is None else _aligned(local_as(mask, self.mesh, self.of_mask))
+
+    def query_like(self, x: Any) -> Any:
+        return local_as(x, self.mesh, self.queries)
+
+    def results(self, outputs: tuple, query: Any, value: Any) -> tuple:
+        """The output, and what only the backward pass will look at."""
+        output, logsumexp, *rest = outputs
+        shape = (*query.shape[:-1], value.shape[-1])
+        # Some kernels pad it, so a shard's is no part of a whole one.
+        kept = wrap(logsumexp, self.mesh, self.queries)
+        others = (
+            wrap(x, self.mesh, replicated(self.mesh)) if isinstance(x, torch.Tensor) else x
+            for x in rest
+        )
+        return wrap(output, self.mesh, self.queries, shape), kept, *others
+
+    def gradients(self, grads: tuple, query: Any, key: Any, value: Any) -> list:
+        return [
+            None if g is None else wrap(g, self.mesh, placements, x.shape)
+            for g, placements, x in zip(
+                grads,
+                (self.queries, self.key_grads, self.key_grads),
+                (query, key, value),
+                strict=True,
+            )
+        ]
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    steps, columns = mask.stride(), mask.shape[-1]
+    if steps[-1] == 1 and all(step % ALIGNMENT == 0 for step in steps[:-1]):
+        return mask
+    repeated = [dim for dim in range(mask.ndim - 1) if steps[dim] == 0]
+    part = mask
+    for dim in repeated:
+        part = part.narrow(dim, 0, 1)
+    padded = F.pad(part.contiguous(), (0, -columns % ALIGNMENT))[..., :columns]
+    return padded.expand(mask.shape)
+
+
+def _plain(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+@handler("aten._scaled_dot_product_efficient_attention.default")
+def efficient_attention(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    query, key, value, mask, *rest = args
+    is_causal = rest[2] if len(rest) > 2 else kwargs.get("is_causal", False)
+    here = _OnGpu(query, key, value, mask, is_causal=is_causal)
+    return here.results(op(*here.inputs, here.mask, *rest, **kwargs), query, value)
+
+
+@handler("aten._scaled_dot_product_efficient_attention_backward.default")
+def efficient_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    grad, query, key, value, mask, output, logsumexp, seed, offset, dropout, wanted, *rest = args
+    is_causal = rest[0] if rest else kwargs.get("is_causal", False)
+    here = _OnGpu(query, key, value, mask, is_causal=is_causal)
+    *grads, of_mask = op(
+        here.query_like(grad),
+        *here.inputs,
+        here.mask,
+        here.query_like(output),
+        _plain(logsumexp),
+        _plain(seed),
+        _plain(offset),
+        dropout,
+        wanted,
+        *rest,
+        **kwargs,
+    )
+    if mask is not None and wanted[3]:
+        of_mask = wrap(of_mask, here.mesh, here.of_mask, mask.shape)
+    return *here.gradients(tuple(grads), query, key, value), of_mask
+
+
+@handler("aten._scaled_dot_product_cudnn_attention.default")
+def cudnn_attention(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    query, key, value, mask, *rest = args
+    is_causal = rest[2] if len(rest) > 2 else kwargs.get("is_causal", False)
+    here = _OnGpu(query, key, value, mask, is_causal=is_causal)
+    return here.results(op(*here.inputs, here.mask, *rest, **kwargs), query, value)
+
+
+@handler("aten._scaled_dot_product_cudnn_attention_backward.default")
+def cudnn_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    grad, query, key, value, output, logsumexp, seed, offset, mask, *rest = args
+    here = _OnGpu(query, key, value, mask, is_causal=rest[-1])
+    grads = op(
+        here.query_like(grad),
+        *here.inputs,
+        here.query_like(output),
+        _plain(logsumexp),
+        _plain(seed),
+        _plain(offset),
+        here.mask,
+        *map(_plain, rest),
+        **kwargs,
+    )
+    return tuple(here.gradients(grads, query, key, value))

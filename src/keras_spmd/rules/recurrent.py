@@ -4,6 +4,7 @@ Rows don't know of each other, so each rank runs its own. What cuDNN keeps for t
 a form of its own, and stays on the rank that made it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,10 +37,25 @@ class _Placed:
         return [placement if isinstance(p, Shard) else Replicate() for p in self.rows]
 
     def whole(self, x: Any) -> Any:
-        return local_as(x, self.mesh, replicated(self.mesh))
+        return self._in_order(x, replicated(self.mesh))
 
     def state(self, x: Any) -> Any:
-        return local_as(x, self.mesh, self.states)
+        return self._in_order(x, self.states)
+
+    def row(self, x: Any) -> Any:
+        return self._in_order(x, self.rows)
+
+    def time_major(self, x: Any) -> Any:
+        """In the order in which cuDNN writes outputs and, without looking, reads them."""
+        local = local_as(x, self.mesh, self.rows)
+        if self.dim == 1:
+            return local.contiguous()
+        return local.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def _in_order(self, x: Any, placements: Sequence[Placement]) -> Any:
+        """cuDNN takes no other strides."""
+        local = local_as(x, self.mesh, placements)
+        return None if local is None else local.contiguous()
 
     def wrapped_rows(self, local: torch.Tensor, like: Any) -> DTensor:
         shape = list(local.shape)
@@ -60,7 +76,7 @@ def cudnn_rnn(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     batch_first = settings[4]
     placed = _Placed(x, batch_first, batch_sizes, mesh_of(args))
     output, hy, cy, reserve, buffer = op(
-        local_as(x, placed.mesh, placed.rows),
+        placed.row(x),
         [placed.whole(w) for w in weight],
         stride,
         placed.whole(buffer),
@@ -88,14 +104,14 @@ def cudnn_rnn_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> 
     mesh = reserve.device_mesh
     placed = _Placed(output, batch_first, batch_sizes, mesh)
     dx, dhx, dcx, dweights = op(
-        local_as(x, mesh, placed.rows),
+        placed.row(x),
         [placed.whole(w) for w in weight],
         stride,
         placed.whole(buffer),
         placed.state(hx),
         placed.state(cx),
-        local_as(output, mesh, placed.rows),
-        local_as(grad, mesh, placed.rows),
+        placed.time_major(output),
+        placed.row(grad),
         placed.state(grad_hy),
         placed.state(grad_cy),
         *settings,
