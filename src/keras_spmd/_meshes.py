@@ -26,14 +26,16 @@ def device_mesh_init_or(original: Callable) -> Callable:
 
 def distribution_init_or(original: Callable) -> Callable:
     @functools.wraps(original)
-    def __init__(self: Any, device_mesh: Any, batch_dim_name: Any = None, *args: Any) -> None:
+    def __init__(
+        self: Any, device_mesh: Any, batch_dim_name: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         axes = tuple(getattr(device_mesh, "axis_names", None) or ())
         if axes and batch_dim_name is not None and batch_dim_name not in axes:
             raise ValueError(
                 f"batch_dim_name={batch_dim_name!r} must be one of the mesh's axes, which are "
                 f"{axes}: batches are divided over it."
             )
-        original(self, device_mesh, batch_dim_name, *args)
+        original(self, device_mesh, batch_dim_name, *args, **kwargs)
 
     return __init__
 
