@@ -36,7 +36,19 @@ def test_each_dim_to_each_other(dtype):
             if shape == EVEN:  # of others torch cuts off what it has padded
                 assert local_of(moved).is_contiguous(), (before, after)
             names = {str(op).split(".")[-1] for op in mode.get_comm_counts()}
-            assert names <= {"all_to_all_single"}, names
+            assert names == {"all_to_all_single"}, names
+
+
+@on_ranks(2)
+def test_conjugated_numbers_and_views_of_uneven_ones():
+    mesh = _to_backend_mesh(line())
+    x = torch.complex(torch.rand(4, 6), torch.rand(4, 6))
+    moved = distribute_tensor(x, mesh, [Shard(0)]).conj().redistribute(placements=[Shard(1)])
+    assert torch.equal(moved.full_tensor(), x.conj().resolve_conj())
+    uneven = torch.complex(torch.rand(5, 4, 3), torch.rand(5, 4, 3))
+    view = distribute_tensor(uneven, mesh, [Shard(0)]).view(20, 3)
+    assert tuple(view.placements) == (Shard(0),)
+    assert torch.equal(view.full_tensor(), uneven.view(20, 3))
 
 
 @on_ranks(4)

@@ -519,9 +519,17 @@ def test_more_mistakes_are_named():
         keras_spmd.plan(small, (4,), ("batch",), None, BATCH, device="abacus")
     with pytest.raises(ValueError, match="of unknown size"):
         keras_spmd.plan(small, (4,), ("batch",), None, (keras.Input((6,)), (8, 3)))
-    refused = r"can't be called with an x of shape \(8, 7\). It takes \(None, 6\)"
+    refused = r"a batch of shapes \(\(8, 7\), \(8, 3\)\): .* Its inputs are \(None, 6\)"
     with pytest.raises(ValueError, match=refused):
         keras_spmd.plan(small, (4,), ("batch",), None, ((8, 7), (8, 3)))
+
+    def classifier():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        model.compile("sgd", "categorical_crossentropy")
+        return model
+
+    with pytest.raises(ValueError, match=r"shapes \(\(8, 6\), \(8,\)\): .*same (rank|shape)"):
+        keras_spmd.plan(classifier, (4,), ("batch",), None, ((8, 6), (8,)))
     assert not dist.is_initialized()
 
 

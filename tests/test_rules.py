@@ -924,3 +924,21 @@ def test_elements_are_put_where_they_belong(name):
         expected = put(x, torch.cat([values, values]), *twice, accumulate=True)
         got = put(fully_sharded(x, 0), torch.cat([values, values]), *twice, accumulate=True)
         np.testing.assert_allclose(whole(got), expected, 1e-6)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_rank_without_rows_or_channels(count):
+    """5 on 4 ranks are 2, 2, 1 and none, and some kernels refuse none."""
+    activate()
+    images = [value(count, 3, 6, 6), value(3, count, 6, 6)]
+    for x, dim in zip(images, (0, 1), strict=True):
+        check(lambda x: F.max_pool2d(x, 2), [x], [[dim]])
+        check(lambda x: F.avg_pool2d(x, 2), [x], [[dim]])
+        check(lambda x: F.adaptive_max_pool2d(x, 2), [x], [[dim]])
+        check(lambda x: F.adaptive_avg_pool2d(x, 2), [x], [[dim]])
+    volume = value(3, count, 4, 4, 4)
+    check(lambda x: F.max_pool3d(x, 2), [volume], [[1]])
+    check(lambda x: F.avg_pool3d(x, 2), [volume], [[1]])
+    check(lambda x: torch.fft.rfft(x, dim=1).abs(), [value(count, 8)], [[0]])
+    check(lambda x: torch.fft.irfft(torch.complex(x, x), dim=1), [value(count, 5)], [[0]])

@@ -15,12 +15,22 @@ def to_other_dim(
     local: torch.Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
     """This rank's shard of `shard_dim`, from its shard of `gather_dim`; both divide evenly."""
-    if local.is_complex():
-        pairs = to_other_dim(torch.view_as_real(local), gather_dim, shard_dim, mesh, mesh_dim)
-        return torch.view_as_complex(pairs.contiguous())
     parts = local.unflatten(shard_dim, (mesh.size(mesh_dim), -1)).movedim(shard_dim, 0)
-    moved = functional.all_to_all_single(parts.contiguous(), None, None, (mesh, mesh_dim))
-    if isinstance(moved, functional.AsyncCollectiveTensor):
-        moved = moved.wait()
+    moved = all_to_all(parts, None, None, mesh, mesh_dim)
     # What follows may be a view that a whole tensor in its usual order can have.
     return moved.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
+
+
+def all_to_all(
+    rows: torch.Tensor,
+    received: list[int] | None,
+    sent: list[int] | None,
+    mesh: DeviceMesh,
+    mesh_dim: int,
+) -> torch.Tensor:
+    """Send so many rows to each rank of an axis, and receive so many; the same of each if None."""
+    if rows.is_complex():  # gloo has none
+        pairs = torch.view_as_real(rows.resolve_conj())
+        return torch.view_as_complex(all_to_all(pairs, received, sent, mesh, mesh_dim))
+    moved = functional.all_to_all_single(rows.contiguous(), received, sent, (mesh, mesh_dim))
+    return moved.wait() if isinstance(moved, functional.AsyncCollectiveTensor) else moved

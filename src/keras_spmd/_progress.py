@@ -103,9 +103,9 @@ def _told_in_lines(what: str) -> Iterator[None]:
     finally:
         _is_shown = False
         timer.cancel()
-        seconds = time.monotonic() - start
-        if seconds > LONG:
-            _write_line(f"{what} took {seconds:.0f} s")
+    seconds = time.monotonic() - start
+    if seconds > LONG:
+        _write_line(f"{what} took {seconds:.0f} s")
 
 
 def _write_line(text: str) -> None:

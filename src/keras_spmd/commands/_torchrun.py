@@ -134,7 +134,8 @@ class Job:
                 return
             (self.folder / "interrupted").touch()
             # Not by Python's stream, which may be in the middle of a write.
-            os.write(2, b"\nkeras-spmd: interrupted. Another Ctrl-C ends the ranks at once.\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nkeras-spmd: interrupted. Another Ctrl-C ends the ranks at once.\n")
             raise kind("interrupted", signal.SIGINT)
 
         before = signal.signal(signal.SIGINT, interrupt)

@@ -91,7 +91,7 @@ def _gathered_weights(transfer: Transfer, variables: list[Variable]) -> int:
     return sum(
         v.nbytes
         for v in variables
-        if transfer.axis in v.axes and v.path.startswith(tuple(f"{n}/" for n in transfer.layers))
+        if transfer.axis in v.axes and v.path.rpartition("/")[0] in transfer.layers
     )
 
 

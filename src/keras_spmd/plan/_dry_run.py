@@ -4,6 +4,7 @@ Building, capturing and all passes are those of a real run; only nothing has a v
 """
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -104,14 +105,16 @@ def _built(model_fn: Callable, distribution: Any, leaves: Any, mode: FakeTensorM
 
 
 def _does_not_take(model: Any, leaves: Any, error: ValueError) -> str:
-    """That the model refuses the batch, and what it expects, as far as Keras knows."""
+    """That the model refuses the batch, why, and what its inputs are, as far as Keras knows."""
     given = tree.map_structure(lambda leaf: getattr(leaf, "shape", leaf), leaves)
-    x = given[0] if isinstance(given, (list, tuple)) and given else given
-    inputs = getattr(model, "inputs", None) or []
-    expected = ", ".join(str(tuple(i.shape)) for i in inputs)
-    what = f" It takes {expected}, None being any number." if expected else ""
-    reason = "" if expected else f" {error}"
-    return f"The model '{model.name}' can't be called with an x of shape {x}.{what}{reason}"
+    # Keras wraps the reason in what it was called with, and in bold letters.
+    plain = re.sub(r"\x1b\[\d*m", "", str(error))
+    parts = [part.strip() for part in plain.split("\n\n") if part.strip()]
+    told = [p for p in parts if not p.startswith(("Exception encountered", "Arguments received"))]
+    inputs = ", ".join(str(tuple(i.shape)) for i in getattr(model, "inputs", None) or [])
+    expected = f" Its inputs are {inputs}." if inputs else ""
+    reason = " ".join(told or parts)
+    return f"'{model.name}' can't be trained with a batch of shapes {given}: {reason}{expected}"
 
 
 def _tensor(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ from keras_spmd.rules import convolution as convolution
 from keras_spmd.rules import counting as counting
 from keras_spmd.rules import embedding as embedding
 from keras_spmd.rules import filling as filling
+from keras_spmd.rules import fourier as fourier
 from keras_spmd.rules import indexing as indexing
 from keras_spmd.rules import joining as joining
 from keras_spmd.rules import linalg as linalg

@@ -23,7 +23,7 @@ shardings: list[tuple[str, Callable, tuple[int, int] | None]] = []
 _handlers: list[tuple[str, Callable]] = []
 _saved: list[tuple[dict, Any, Any]] = []
 _ABSENT = object()
-TORCH = tuple(int(n) for n in torch.__version__.split(".")[:2])
+TORCH_VERSION = tuple(int(n) for n in torch.__version__.split(".")[:2])
 
 
 def sharding(
@@ -57,7 +57,7 @@ def install() -> None:
     _remember_sizes()
     for name, function, before in shardings:
         op = find(name)
-        if op is not None and (before is None or before > TORCH):
+        if op is not None and (before is None or before > TORCH_VERSION):
             for table in _tables():
                 _save(table, op)
                 table.pop(op, None)

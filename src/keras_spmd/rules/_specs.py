@@ -195,3 +195,19 @@ def parts_of(sizes: Iterable[int], count: int) -> set[int]:
         full = -(-size // count)
         parts |= {full, max(0, size - full * (count - 1))}
     return parts
+
+
+def is_shardable(size: int, mesh: DeviceMesh) -> bool:
+    """Whether every rank has a part, on whichever axes. torch divides no dim into more parts than
+    it has elements, so all axes together count only if there are that many."""
+    parts = {size}
+    for count in mesh.shape:
+        if 0 in parts_of({size}, count):
+            return False
+        parts = parts_of(parts, count)
+    return 0 not in parts or size < mesh.size()
+
+
+def only_wanted(items: Iterable[Any], mask: Iterable[bool]) -> list[Any]:
+    """None for what nobody asked for."""
+    return [x if is_wanted else None for x, is_wanted in zip(items, mask, strict=True)]

@@ -41,14 +41,14 @@ def _local_lengths(lengths: Any, mesh: DeviceMesh, rows: list[Placement]) -> Any
     return list(lengths)[start : start + count]
 
 
-@handler("aten._use_cudnn_ctc_loss.default", "aten._use_cudnn_ctc_loss.Tensor")
-def use_cudnn(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+@handler(
+    "aten._use_cudnn_ctc_loss.default",
+    "aten._use_cudnn_ctc_loss.Tensor",
+    "aten._use_miopen_ctc_loss.default",
+    "aten._use_miopen_ctc_loss.Tensor",
+)
+def use_another_kernel(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     """It would look at all targets; torch's own kernel needs no looking."""
-    return False
-
-
-@handler("aten._use_miopen_ctc_loss.default", "aten._use_miopen_ctc_loss.Tensor")
-def use_miopen(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     return False
 
 

@@ -29,6 +29,8 @@ ALIGNMENT = 16
 def _sharded_dims(mesh: DeviceMesh, tensors: tuple, *, is_causal: bool) -> list[int | None]:
     """For each mesh axis the dim of the query that it shards."""
     chosen: list[int | None] = []
+    # Of fewer heads of keys a rank might have others than its queries ask.
+    has_all_heads = len({t.shape[HEADS] for t in tensors}) == 1
     for axis in range(mesh.ndim):
         dims = [
             t.placements[axis].dim
@@ -37,7 +39,7 @@ def _sharded_dims(mesh: DeviceMesh, tensors: tuple, *, is_causal: bool) -> list[
         ]
         # A causal mask would need each shard's place in the sequence.
         allowed = (BATCH, HEADS) if is_causal else (BATCH, HEADS, SEQUENCE)
-        usable = [d for d in dims if d in allowed]
+        usable = [d for d in dims if d in allowed and (d != HEADS or has_all_heads)]
         chosen.append(usable[0] if usable else None)
     placements = _query_like(chosen)
     for dim in (BATCH, HEADS, SEQUENCE):
@@ -178,8 +180,11 @@ def _plain(x: Any) -> Any:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-@handler("aten._scaled_dot_product_efficient_attention.default")
-def efficient_attention(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+@handler(
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+)
+def attention_on_gpu(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     query, key, value, mask, *rest = args
     is_causal = rest[2] if len(rest) > 2 else kwargs.get("is_causal", False)
     here = _OnGpu(query, key, value, mask, is_causal=is_causal)
@@ -207,14 +212,6 @@ def efficient_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs:
     if mask is not None and wanted[3]:
         of_mask = wrap(of_mask, here.mesh, here.of_mask, mask.shape)
     return *here.gradients(tuple(grads), query, key, value), of_mask
-
-
-@handler("aten._scaled_dot_product_cudnn_attention.default")
-def cudnn_attention(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    query, key, value, mask, *rest = args
-    is_causal = rest[2] if len(rest) > 2 else kwargs.get("is_causal", False)
-    here = _OnGpu(query, key, value, mask, is_causal=is_causal)
-    return here.results(op(*here.inputs, here.mask, *rest, **kwargs), query, value)
 
 
 @handler("aten._scaled_dot_product_cudnn_attention_backward.default")

@@ -7,11 +7,10 @@ if the result were whole: silently wrong.
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from keras_spmd.rules._registry import sharding
-from keras_spmd.rules._specs import parts_of
+from keras_spmd.rules._specs import is_shardable, only_wanted
 
 Choice = tuple[list[Any], list[Any]]
 
@@ -29,18 +28,7 @@ def _shardable_channels(weight: Any, transposed: bool, groups: int) -> tuple[boo
     if groups != 1:
         return False, False
     in_dim, out_dim = (weight.shape[dim] for dim in _channel_dims(transposed))
-    return _is_shardable(in_dim, weight.mesh), _is_shardable(out_dim, weight.mesh)
-
-
-def _is_shardable(size: int, mesh: DeviceMesh) -> bool:
-    """Whether every rank has a part, on whichever axes. torch divides no dim into more parts than
-    it has elements, so all axes together count only if there are that many."""
-    parts = {size}
-    for count in mesh.shape:
-        if 0 in parts_of({size}, count):
-            return False
-        parts = parts_of(parts, count)
-    return 0 not in parts or size < mesh.size()
+    return is_shardable(in_dim, weight.mesh), is_shardable(out_dim, weight.mesh)
 
 
 @sharding("aten.convolution.default")
@@ -101,8 +89,7 @@ def convolution_backward(
     rest = [None] * 8
 
     def choice(grads: list[Any], inputs: list[Any]) -> Choice:
-        wanted = [g if is_asked else None for g, is_asked in zip(grads, output_mask, strict=True)]
-        return wanted, [*inputs, *rest]
+        return only_wanted(grads, output_mask), [*inputs, *rest]
 
     choices = [
         choice([Replicate(), Replicate(), Replicate()], [Replicate(), Replicate(), Replicate()]),

@@ -19,13 +19,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keras_spmd._capturing import is_capturing
-from keras_spmd.rules._registry import TORCH
 from keras_spmd.rules._specs import (
     local_as,
     replicated,
     wrap,
 )
 from keras_spmd.rules.fallback import run_replicated
+from keras_spmd.rules.instead import (
+    IS_OLD,
+    WRONG,
+    divisor,
+    instead_of,
+    shards_one_element,
+    shards_several,
+    whole_along,
+    with_whole_elements,
+    without_last_shard,
+)
 from keras_spmd.rules.pending import (
     gains_by_sums,
     has_pending,
@@ -56,40 +66,29 @@ def deciding_or(original: Callable) -> Callable:
     ) -> Any:
         if op is torch.ops.aten.unbind.int and _is_sharded_on(args[0], *args[1:], **kwargs):
             # torch would rather fail than gather the one dim that falls apart.
-            return op(_whole_along(args[0], *args[1:], **kwargs), *args[1:], **kwargs)
+            return op(whole_along(args[0], *args[1:], **kwargs), *args[1:], **kwargs)
         if _means_all_dims(op, args):
             return op(args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
-        if _IS_OLD and op is torch.ops.aten.stack.default and len(args) > 1 and args[1] < 0:
-            # Older rules count from the end of what is stacked, which has a dim less.
-            return op(args[0], args[1] + args[0][0].ndim + 1)
-        if _IS_OLD and op in _SQUEEZES and not _names_what_goes(op, args):
-            # Older versions drop every dim that has one element on this rank.
-            return torch.ops.aten.squeeze.dims(args[0], _dims_of_one(args[0], *args[1:]))
-        if (
-            _IS_OLD
-            and op is torch.ops.aten.index.Tensor
-            and any(map(_shards_one_element, tree_leaves(args)))
-        ):
-            # Older versions take the index of a rank that has none for the whole index.
-            return op(*tree_map(_with_whole_elements, args))
+        if IS_OLD and (call := instead_of(op, args)) is not None:
+            return call[0](*call[1])
         try:
             with _untraced(op_info):
                 decision = original(dispatcher, op, args, kwargs, op_info, try_cache)
         except (NotImplementedError, RuntimeError) as no_rule:
             if has_pending((args, kwargs)):
                 return run_without_pending_sums(op, args, kwargs)
-            if any(map(_shards_one_element, tree_leaves((args, kwargs)))):
-                args, kwargs = tree_map(_with_whole_elements, (args, kwargs))
+            if any(map(shards_one_element, tree_leaves((args, kwargs)))):
+                args, kwargs = tree_map(with_whole_elements, (args, kwargs))
                 return op(*args, **kwargs)
             moved = view_by_exchange(op, args)
             if moved is not None:
                 return moved
-            if _IS_OLD and op.overloadpacket.__name__ in _VIEWS and _shards_several(args[0]):
-                return op(_without_last_shard(args[0]), *args[1:], **kwargs)
+            if IS_OLD and op.overloadpacket.__name__ in _VIEWS and shards_several(args[0]):
+                return op(without_last_shard(args[0]), *args[1:], **kwargs)
             return run_replicated(op, args, kwargs, no_rule)
         if _writes_by_mask(op, args) or op.overloadpacket.__name__ in _WRONG:
             return run_replicated(op, args, kwargs)
-        if _IS_OLD and op.overloadpacket.__name__ in _WRONG_IN_OLD:
+        if IS_OLD and op.overloadpacket.__name__ in WRONG:
             return run_replicated(op, args, kwargs)
         if op.overloadpacket.__name__ in _VIEWS and _is_too_fine(args[0], decision):
             coarser = _with_one_axis_for_each_dim(args[0])
@@ -101,7 +100,7 @@ def deciding_or(original: Callable) -> Callable:
             or _would_move_its_target(decision, op, args)
             or (rounds(op, args, kwargs) and has_pending(args))
             or (gains_by_sums(op, args, kwargs) and has_pending(args))
-            or (_IS_OLD and has_pending(args if not is_linear(op) else _divisor(op, args)))
+            or (IS_OLD and has_pending(args if not is_linear(op) else divisor(op, args)))
         ):
             return run_without_pending_sums(op, args, kwargs)
         have, want = _layouts_of(decision, op_info.schema)
@@ -143,10 +142,6 @@ def hash_of_partial(placement: Partial) -> int:
 
 # Runs each shard with the sizes of the whole when there are weights.
 _WRONG = ("native_group_norm_backward",)
-# Older rules take the parts of a sum for whole numbers, in indexing for instance, and shard the
-# source of index_add but not its index.
-_IS_OLD = TORCH < (2, 13)
-_WRONG_IN_OLD = ("index_add", "index_add_")
 # Reductions for which an empty list of dims means all of them; torch's rules take it for none.
 _REDUCTIONS = frozenset(
     """sum mean nansum amax amin logsumexp std var std_mean var_mean norm
@@ -162,26 +157,6 @@ def _means_all_dims(op: torch._ops.OpOverload, args: tuple) -> bool:
         and args[0].ndim > 0
         and op._schema.arguments[1].name == "dim"
     )
-
-
-def _divisor(op: torch._ops.OpOverload, args: tuple) -> tuple:
-    """What is divided by. To older rules a quotient is a sum if its divisor is one."""
-    return args[1:] if op.overloadpacket.__name__ in ("div", "div_") else ()
-
-
-_SQUEEZES = tuple(
-    getattr(torch.ops.aten.squeeze, name) for name in torch.ops.aten.squeeze.overloads()
-)
-
-
-def _dims_of_one(x: DTensor, dims: Any = None) -> list[int]:
-    """Those of these dims that have one element."""
-    asked = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    return [dim % max(x.ndim, 1) for dim in asked if x.ndim and x.shape[dim] == 1]
-
-
-def _names_what_goes(op: torch._ops.OpOverload, args: tuple) -> bool:
-    return op is torch.ops.aten.squeeze.dims and list(args[1]) == _dims_of_one(*args)
 
 
 _VIEWS = ("view", "_unsafe_view", "reshape", "unflatten")
@@ -204,17 +179,6 @@ def _is_too_fine(x: Any, decision: Any) -> bool:
     return is_shared and any(isinstance(p, _StridedShard) for p in after.placements)
 
 
-def _shards_several(x: DTensor) -> bool:
-    return len({p.dim for p in x.placements if isinstance(p, Shard)}) > 1
-
-
-def _without_last_shard(x: DTensor) -> DTensor:
-    """Whole along the last dim that is sharded; the batch is the first."""
-    whole = _whole_along(x, max(p.dim for p in x.placements if isinstance(p, Shard)))
-    # What was gathered has strides that can't be viewed.
-    return wrap(whole._local_tensor.contiguous(), x.device_mesh, whole.placements, x.shape)
-
-
 def _shares_unevenly(spec: DTensorSpec) -> bool:
     shards: dict[int, int] = {}
     for axis, placement in enumerate(spec.placements):
@@ -232,31 +196,8 @@ def _with_one_axis_for_each_dim(x: DTensor) -> DTensor:
     return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
 
 
-def _shards_one_element(x: Any) -> bool:
-    """Whether a dim of size 1 is sharded, so that one rank has it and the others have nothing."""
-    return isinstance(x, DTensor) and any(
-        isinstance(p, Shard) and x.shape[p.dim] == 1 for p in x.placements
-    )
-
-
-def _with_whole_elements(x: Any) -> Any:
-    if not _shards_one_element(x):
-        return x
-    placements = [
-        Replicate() if isinstance(p, Shard) and x.shape[p.dim] == 1 else p for p in x.placements
-    ]
-    # What was gathered along such a dim has strides that can't be viewed.
-    local = local_as(x, x.device_mesh, placements).contiguous()
-    return wrap(local, x.device_mesh, placements, x.shape)
-
-
 def _is_sharded_on(x: Any, dim: int = 0) -> bool:
     return isinstance(x, DTensor) and Shard(dim % x.ndim) in x.placements
-
-
-def _whole_along(x: DTensor, dim: int = 0) -> DTensor:
-    placements = [Replicate() if p == Shard(dim % x.ndim) else p for p in x.placements]
-    return wrap(local_as(x, x.device_mesh, placements), x.device_mesh, placements, x.shape)
 
 
 def _writes_by_mask(op: torch._ops.OpOverload, args: tuple) -> bool:

@@ -15,6 +15,7 @@ from keras_spmd.rules._registry import handler, sharding
 from keras_spmd.rules._specs import (
     local_as,
     mesh_of,
+    only_wanted,
     overwrite,
     reduce_over,
     replicated,
@@ -225,20 +226,16 @@ def _no_reserve(output: DTensor) -> DTensor:
     return wrap(empty, output.device_mesh, replicated(output.device_mesh))
 
 
-def _masked(grads: tuple, mask: Any) -> tuple:
-    return tuple(g if wanted else None for g, wanted in zip(grads, mask, strict=True))
-
-
 @handler("aten.native_batch_norm_backward.default")
 def batch_norm_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     *inputs, output_mask = args
-    return _masked(_backward(*inputs), output_mask)
+    return tuple(only_wanted(_backward(*inputs), output_mask))
 
 
 @handler("aten.batch_norm_backward.default")
 def batch_norm_with_update_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     *inputs, output_mask, _reserve = args
-    return _masked(_backward(*inputs), output_mask)
+    return tuple(only_wanted(_backward(*inputs), output_mask))
 
 
 @handler("aten.cudnn_batch_norm_backward.default")
@@ -263,7 +260,7 @@ def rms_norm_backward(
     choices: list = [(Replicate(), Replicate())]
     choices += [(Shard(dim), Partial()) for dim in range(x.ndim - len(normalized_shape))]
     return [
-        ([*_masked((p, of_weight), output_mask)], [p, p, None, p, scale, None])
+        (only_wanted((p, of_weight), output_mask), [p, p, None, p, scale, None])
         for p, of_weight in choices
     ]
 
@@ -296,4 +293,4 @@ def layer_norm_backward(
         parts = [Shard(dim)] * 2
         grads = [Shard(dim), Partial(), Partial()]
         choices.append((grads, [*parts, None, *parts, *affine, None]))
-    return [([*_masked(tuple(grads), output_mask)], inputs) for grads, inputs in choices]
+    return [(only_wanted(grads, output_mask), inputs) for grads, inputs in choices]

@@ -4,7 +4,7 @@ Most are ops that go along some dims of a tensor and treat the others one by one
 be sharded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -74,7 +74,11 @@ def two_by_two(x: Any, y: Any) -> list:
         return Shard(own) if own >= 0 and tensor.shape[own] > 1 else Replicate()
 
     choices: list = [([Replicate()], [Replicate(), Replicate()])]
-    return choices + [([Shard(dim)], [part(x, dim), part(y, dim)]) for dim in range(rank)]
+    for dim in range(rank):
+        parts = [part(x, dim), part(y, dim)]
+        if parts != [Replicate(), Replicate()]:
+            choices.append(([Shard(dim)], parts))
+    return choices
 
 
 @sharding("aten.flip.default", before=(2, 13))
@@ -83,7 +87,7 @@ def flip(x: Any, dims: list[int]) -> list:
 
 
 @sharding("aten.roll.default", before=(2, 13))
-def roll(x: Any, shifts: list[int], dims: list[int] = []) -> list:  # noqa: B006
+def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> list:
     """Without dims it goes through all elements in a row."""
     return [([p], [p, None, None]) for p in (_others(x, *dims) if dims else [Replicate()])]
 
@@ -162,49 +166,6 @@ def glu_backward(grad: Any, x: Any, dim: int) -> list:
     return [([p], [p, p, None]) for p in _others(x, dim)]
 
 
-@sharding("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default", before=(2, 13))
-def fourier(x: Any, dims: list[int], *rest: Any) -> list:
-    return [([p], [p, None, *_none(rest)]) for p in _others(x, *dims)]
-
-
-# Pooling goes along the last dims; batch and channels are others.
-
-
-@sharding("aten.avg_pool2d.default", "aten._adaptive_avg_pool2d.default", before=(2, 13))
-def average_pool(x: Any, *window: Any) -> list:
-    return [([p], [p, *_none(window)]) for p in _others(x, -1, -2)]
-
-
-@sharding("aten.avg_pool3d.default", "aten._adaptive_avg_pool3d.default", before=(2, 13))
-def average_pool_3d(x: Any, *window: Any) -> list:
-    return [([p], [p, *_none(window)]) for p in _others(x, -1, -2, -3)]
-
-
-@sharding("aten._adaptive_avg_pool2d_backward.default", before=(2, 13))
-def adaptive_average_pool_backward(grad: Any, x: Any) -> list:
-    return [([p], [p, p]) for p in _others(x, -1, -2)]
-
-
-@sharding(
-    "aten.max_pool2d_with_indices.default", "aten.adaptive_max_pool2d.default", before=(2, 13)
-)
-def max_pool(x: Any, *window: Any) -> list:
-    return [([p, p], [p, *_none(window)]) for p in _others(x, -1, -2)]
-
-
-@sharding(
-    "aten.max_pool3d_with_indices.default", "aten.adaptive_max_pool3d.default", before=(2, 13)
-)
-def max_pool_3d(x: Any, *window: Any) -> list:
-    return [([p, p], [p, *_none(window)]) for p in _others(x, -1, -2, -3)]
-
-
-@sharding("aten.max_pool2d_with_indices_backward.default", before=(2, 13))
-def max_pool_backward(grad: Any, x: Any, *rest: Any) -> list:
-    """The last argument are the indices, which count within a channel."""
-    return [([p], [p, p, *_none(rest[1:]), p]) for p in _others(x, -1, -2)]
-
-
 # Matrices are the last two dims.
 
 
@@ -240,10 +201,11 @@ def one_of_a_matrix(x: Any, *options: Any) -> list:
 
 @sharding("aten._linalg_solve_ex.default", before=(2, 13))
 def solve(a: Any, b: Any, **options: Any) -> list:
-    """A right side of one dim less is a batch of vectors."""
+    """A right side may be a matrix for each matrix, or a vector."""
     choices: list = [([Replicate()] * 4, [Replicate(), Replicate()])]
     batch = len(a.shape) - 2
-    if tuple(b.shape[:batch]) == tuple(a.shape[:batch]):
+    is_matrix = len(b.shape) == len(a.shape) and tuple(b.shape[:batch]) == tuple(a.shape[:batch])
+    if is_matrix or tuple(b.shape) == tuple(a.shape[:-1]):
         choices += [([Shard(d)] * 4, [Shard(d), Shard(d)]) for d in range(batch)]
     return choices
 

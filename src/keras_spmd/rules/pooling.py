@@ -1,4 +1,8 @@
-"""Pooling and windows: sharded on batch and channels. torch has rules for some of them only."""
+"""Pooling and windows: sharded on batch and channels.
+
+torch has rules for some of them only, and older versions for none. Kernels refuse a tensor without
+channels, which a rank may have by torch's rules.
+"""
 
 from typing import Any
 
@@ -7,12 +11,45 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from keras_spmd._layouts import local_shape_and_offset
 from keras_spmd.rules._registry import handler, sharding
-from keras_spmd.rules._specs import local_as, wrap
+from keras_spmd.rules._specs import is_shardable, local_as, wrap
 
 
 def _before_windows(x: Any, spatial: int) -> list:
-    """On every dim but the last ones, over which a window goes."""
-    return [Replicate(), *map(Shard, range(len(x.shape) - spatial))]
+    """On every dim but the last ones, over which a window goes, if each rank has a part."""
+    dims = range(len(x.shape) - spatial)
+    return [Replicate(), *(Shard(d) for d in dims if is_shardable(x.shape[d], x.mesh))]
+
+
+@sharding("aten.avg_pool2d.default", "aten._adaptive_avg_pool2d.default")
+def average_pool(x: Any, *window: Any) -> list:
+    return [([p], [p, *[None] * len(window)]) for p in _before_windows(x, 2)]
+
+
+@sharding("aten.avg_pool3d.default", "aten._adaptive_avg_pool3d.default")
+def average_pool_3d(x: Any, *window: Any) -> list:
+    return [([p], [p, *[None] * len(window)]) for p in _before_windows(x, 3)]
+
+
+@sharding("aten.max_pool2d_with_indices.default", "aten.adaptive_max_pool2d.default")
+def max_pool(x: Any, *window: Any) -> list:
+    return [([p, p], [p, *[None] * len(window)]) for p in _before_windows(x, 2)]
+
+
+@sharding("aten.max_pool3d_with_indices.default", "aten.adaptive_max_pool3d.default")
+def max_pool_3d(x: Any, *window: Any) -> list:
+    return [([p, p], [p, *[None] * len(window)]) for p in _before_windows(x, 3)]
+
+
+@sharding("aten.max_pool2d_with_indices_backward.default")
+def max_pool_backward(grad: Any, x: Any, *rest: Any) -> list:
+    """The last argument is the indices, which count within a channel."""
+    window = [None] * (len(rest) - 1)
+    return [([p], [p, p, *window, p]) for p in _before_windows(x, 2)]
+
+
+@sharding("aten._adaptive_avg_pool2d_backward.default")
+def adaptive_average_pool_backward(grad: Any, x: Any) -> list:
+    return [([p], [p, p]) for p in _before_windows(x, 2)]
 
 
 @sharding("aten.avg_pool2d_backward.default")

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import DTensor, Shard
 
+from keras_spmd._exchange import all_to_all
 from keras_spmd._layouts import divides, local_shape_and_offset
 from keras_spmd.rules._specs import wrap
 
@@ -37,11 +37,12 @@ def view_by_exchange(op: torch._ops.OpOverload, args: tuple) -> DTensor | None:
     # In rows of the dims that stay as they are.
     have = _ranges(x.shape[old], ranks, math.prod(x.shape[old + 1 : x.ndim - kept]))
     want = _ranges(shape[new], ranks, math.prod(shape[new + 1 : len(shape) - kept]))
-    moved = all_to_all_single(
-        local.reshape(have[mine][1] - have[mine][0], *local.shape[x.ndim - kept :]).contiguous(),
+    moved = all_to_all(
+        local.reshape(have[mine][1] - have[mine][0], *local.shape[x.ndim - kept :]),
         [_common(want[mine], theirs) for theirs in have],
         [_common(have[mine], theirs) for theirs in want],
-        (mesh, axis),
+        mesh,
+        axis,
     )
     placements = [
         Shard(p.dim + len(shape) - x.ndim) if isinstance(p, Shard) else p for p in x.placements
