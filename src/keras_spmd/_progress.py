@@ -50,10 +50,7 @@ def progress(what: str, *, total: int | None = None) -> Iterator[Callable[..., N
             (or as many as its argument says). Without a total the spinner shows the time alone.
     """
     global _is_shown
-    if not _wants_to_be_seen():
-        yield _ignore
-        return
-    if not sys.stderr.isatty():
+    if not _has_terminal() or not _wants_to_be_seen():
         with _told_in_lines(what):
             yield _ignore
         return
@@ -76,10 +73,7 @@ def progress_of_bytes(what: str, *, total: int | None = None) -> Iterator[Callab
         total: How many bytes there are, if that is known. The block gets a function that is told of
             those that are done.
     """
-    if not _wants_to_be_seen():
-        yield _ignore
-        return
-    if not sys.stderr.isatty():
+    if not _has_terminal() or not _wants_to_be_seen():
         with _told_in_lines(what):
             yield _ignore
         return
@@ -93,6 +87,9 @@ def progress_of_bytes(what: str, *, total: int | None = None) -> Iterator[Callab
 @contextlib.contextmanager
 def _told_in_lines(what: str) -> Iterator[None]:
     global _is_shown
+    if not _wants_to_be_seen():
+        yield
+        return
     start = time.monotonic()
     timer = threading.Timer(LONG, _write_line, [f"{what} ..."])
     timer.daemon = True
@@ -149,6 +146,10 @@ def _wants_to_be_seen() -> bool:
     if _is_shown or os.environ.get("RANK", "0") != "0" or not _settings.progress():
         return False
     return sys.stderr is not None  # some hosts have none at all
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def _new_bar(total: int | None) -> Any:

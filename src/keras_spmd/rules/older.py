@@ -4,12 +4,15 @@ Most are ops that go along some dims of a tensor and treat the others one by one
 be sharded.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from keras_spmd.rules._registry import sharding
+
+older = functools.partial(sharding, before=(2, 13))
 
 
 def _others(x: Any, *dims: int) -> list[Placement]:
@@ -23,7 +26,7 @@ def _none(items: Iterable[Any]) -> list[None]:
     return [None for _ in items]
 
 
-@sharding(
+@older(
     "aten.celu.default",
     "aten.elu.default",
     "aten.frac.default",
@@ -49,13 +52,12 @@ def _none(items: Iterable[Any]) -> list[None]:
     "aten.threshold.default",
     "aten.threshold_.default",
     "aten.div.Scalar_mode",
-    before=(2, 13),
 )
 def one_by_one(x: Any, *numbers: Any, **options: Any) -> list:
     return [([p], [p, *_none(numbers)]) for p in _others(x)]
 
 
-@sharding(
+@older(
     "aten.gcd.default",
     "aten.lcm.default",
     "aten.max.other",
@@ -63,7 +65,6 @@ def one_by_one(x: Any, *numbers: Any, **options: Any) -> list:
     "aten.ne.Tensor",
     "aten.special_xlog1py.default",
     "aten.special_zeta.default",
-    before=(2, 13),
 )
 def two_by_two(x: Any, y: Any) -> list:
     """A tensor that is repeated along a dim is whole there."""
@@ -81,38 +82,38 @@ def two_by_two(x: Any, y: Any) -> list:
     return choices
 
 
-@sharding("aten.flip.default", before=(2, 13))
+@older("aten.flip.default")
 def flip(x: Any, dims: list[int]) -> list:
     return [([p], [p, None]) for p in _others(x, *dims)]
 
 
-@sharding("aten.roll.default", before=(2, 13))
+@older("aten.roll.default")
 def roll(x: Any, shifts: Sequence[int], dims: Sequence[int] = ()) -> list:
     """Without dims it goes through all elements in a row."""
     return [([p], [p, None, None]) for p in (_others(x, *dims) if dims else [Replicate()])]
 
 
-@sharding("aten.rot90.default", before=(2, 13))
+@older("aten.rot90.default")
 def rot90(x: Any, k: int = 1, dims: Any = (0, 1)) -> list:
     return [([p], [p, None, None]) for p in _others(x, *dims)]
 
 
-@sharding("aten.cumprod.default", "aten.logcumsumexp.default", before=(2, 13))
+@older("aten.cumprod.default", "aten.logcumsumexp.default")
 def cumulative(x: Any, dim: int, **options: Any) -> list:
     return [([p], [p, None]) for p in _others(x, dim)]
 
 
-@sharding("aten.cummax.default", "aten.cummin.default", before=(2, 13))
+@older("aten.cummax.default", "aten.cummin.default")
 def cumulative_with_indices(x: Any, dim: int) -> list:
     return [([p, p], [p, None]) for p in _others(x, dim)]
 
 
-@sharding("aten.kthvalue.default", before=(2, 13))
+@older("aten.kthvalue.default")
 def kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> list:
     return [([q, q], [p, None, None, None]) for p, q in _after(x, dim, keepdim)]
 
 
-@sharding("aten.median.dim", "aten.nanmedian.dim", "aten.mode.default", before=(2, 13))
+@older("aten.median.dim", "aten.nanmedian.dim", "aten.mode.default")
 def middle(x: Any, dim: int = -1, keepdim: bool = False) -> list:
     return [([q, q], [p, None, None]) for p, q in _after(x, dim, keepdim)]
 
@@ -126,7 +127,7 @@ def _after(x: Any, dim: int, keepdim: bool) -> list[tuple[Placement, Placement]]
     ]
 
 
-@sharding("aten.nansum.default", before=(2, 13))
+@older("aten.nansum.default")
 def nansum(x: Any, dims: Any = None, keepdim: bool = False, **options: Any) -> list:
     rank = len(x.shape)
     gone = {d % rank for d in (dims or range(rank))} if rank else set()
@@ -138,7 +139,7 @@ def nansum(x: Any, dims: Any = None, keepdim: bool = False, **options: Any) -> l
     return choices
 
 
-@sharding("aten.squeeze.dims", before=(2, 13))
+@older("aten.squeeze.dims")
 def squeeze(x: Any, dims: list[int]) -> list:
     rank = len(x.shape)
     gone = {d % rank for d in dims if x.shape[d % rank] == 1} if rank else set()
@@ -148,7 +149,7 @@ def squeeze(x: Any, dims: list[int]) -> list:
     return choices
 
 
-@sharding("aten.constant_pad_nd.default", before=(2, 13))
+@older("aten.constant_pad_nd.default")
 def pad(x: Any, padding: list[int], value: float = 0) -> list:
     """The numbers come in pairs, the last dim's first."""
     rank = len(x.shape)
@@ -156,12 +157,12 @@ def pad(x: Any, padding: list[int], value: float = 0) -> list:
     return [([p], [p, None, None]) for p in _others(x, *padded)]
 
 
-@sharding("aten.glu.default", before=(2, 13))
+@older("aten.glu.default")
 def glu(x: Any, dim: int = -1) -> list:
     return [([p], [p, None]) for p in _others(x, dim)]
 
 
-@sharding("aten.glu_backward.default", before=(2, 13))
+@older("aten.glu_backward.default")
 def glu_backward(grad: Any, x: Any, dim: int) -> list:
     return [([p], [p, p, None]) for p in _others(x, dim)]
 
@@ -169,37 +170,36 @@ def glu_backward(grad: Any, x: Any, dim: int) -> list:
 # Matrices are the last two dims.
 
 
-@sharding("aten._linalg_det.default", before=(2, 13))
+@older("aten._linalg_det.default")
 def det(x: Any) -> list:
     return [([p] * 3, [p]) for p in _others(x, -1, -2)]
 
 
-@sharding("aten._linalg_slogdet.default", before=(2, 13))
+@older("aten._linalg_slogdet.default")
 def slogdet(x: Any) -> list:
     return [([p] * 4, [p]) for p in _others(x, -1, -2)]
 
 
-@sharding(
+@older(
     "aten.linalg_cholesky_ex.default",
     "aten.linalg_inv_ex.default",
     "aten.linalg_eig.default",
-    before=(2, 13),
 )
 def two_of_a_matrix(x: Any, **options: Any) -> list:
     return [([p, p], [p]) for p in _others(x, -1, -2)]
 
 
-@sharding("aten.linalg_lu_factor_ex.default", "aten.linalg_lu.default", before=(2, 13))
+@older("aten.linalg_lu_factor_ex.default", "aten.linalg_lu.default")
 def three_of_a_matrix(x: Any, **options: Any) -> list:
     return [([p] * 3, [p]) for p in _others(x, -1, -2)]
 
 
-@sharding("aten.cholesky_inverse.default", "aten.linalg_matrix_exp.default", before=(2, 13))
+@older("aten.cholesky_inverse.default", "aten.linalg_matrix_exp.default")
 def one_of_a_matrix(x: Any, *options: Any) -> list:
     return [([p], [p, *_none(options)]) for p in _others(x, -1, -2)]
 
 
-@sharding("aten._linalg_solve_ex.default", before=(2, 13))
+@older("aten._linalg_solve_ex.default")
 def solve(a: Any, b: Any, **options: Any) -> list:
     """A right side may be a matrix for each matrix, or a vector."""
     choices: list = [([Replicate()] * 4, [Replicate(), Replicate()])]
@@ -210,7 +210,7 @@ def solve(a: Any, b: Any, **options: Any) -> list:
     return choices
 
 
-@sharding("aten.linalg_lu_solve.default", before=(2, 13))
+@older("aten.linalg_lu_solve.default")
 def solve_factored(lu: Any, pivots: Any, b: Any, **options: Any) -> list:
     choices: list = [([Replicate()], [Replicate()] * 3)]
     batch = len(lu.shape) - 2
@@ -219,7 +219,7 @@ def solve_factored(lu: Any, pivots: Any, b: Any, **options: Any) -> list:
     return choices
 
 
-@sharding("aten.linalg_cross.default", before=(2, 13))
+@older("aten.linalg_cross.default")
 def cross(x: Any, y: Any, *, dim: int = -1) -> list:
     if tuple(x.shape) != tuple(y.shape):
         return [([Replicate()], [Replicate(), Replicate()])]

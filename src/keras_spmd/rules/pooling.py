@@ -40,49 +40,31 @@ def max_pool_3d(x: Any, *window: Any) -> list:
     return [([p, p], [p, *[None] * len(window)]) for p in _before_windows(x, 3)]
 
 
-@sharding("aten.max_pool2d_with_indices_backward.default")
+@sharding("aten.avg_pool2d_backward.default", "aten._adaptive_avg_pool2d_backward.default")
+def average_pool_backward(grad: Any, x: Any, *window: Any) -> list:
+    return [([p], [p, p, *[None] * len(window)]) for p in _before_windows(x, 2)]
+
+
+@sharding("aten.avg_pool3d_backward.default", "aten._adaptive_avg_pool3d_backward.default")
+def average_pool_3d_backward(grad: Any, x: Any, *window: Any) -> list:
+    return [([p], [p, p, *[None] * len(window)]) for p in _before_windows(x, 3)]
+
+
+@sharding(
+    "aten.max_pool2d_with_indices_backward.default", "aten.adaptive_max_pool2d_backward.default"
+)
 def max_pool_backward(grad: Any, x: Any, *rest: Any) -> list:
     """The last argument is the indices, which count within a channel."""
     window = [None] * (len(rest) - 1)
     return [([p], [p, p, *window, p]) for p in _before_windows(x, 2)]
 
 
-@sharding("aten._adaptive_avg_pool2d_backward.default")
-def adaptive_average_pool_backward(grad: Any, x: Any) -> list:
-    return [([p], [p, p]) for p in _before_windows(x, 2)]
-
-
-@sharding("aten.avg_pool2d_backward.default")
-def average_pool_backward(grad: Any, x: Any, *window: Any) -> list:
-    rest = [None] * len(window)
-    return [([p], [p, p, *rest]) for p in _before_windows(x, 2)]
-
-
-@sharding("aten.avg_pool3d_backward.default")
-def average_pool_3d_backward(grad: Any, x: Any, *window: Any) -> list:
-    rest = [None] * len(window)
-    return [([p], [p, p, *rest]) for p in _before_windows(x, 3)]
-
-
-@sharding("aten.max_pool3d_with_indices_backward.default")
+@sharding(
+    "aten.max_pool3d_with_indices_backward.default", "aten.adaptive_max_pool3d_backward.default"
+)
 def max_pool_3d_backward(grad: Any, x: Any, *rest: Any) -> list:
     window = [None] * (len(rest) - 1)
     return [([p], [p, p, *window, p]) for p in _before_windows(x, 3)]
-
-
-@sharding("aten._adaptive_avg_pool3d_backward.default")
-def adaptive_average_pool_3d_backward(grad: Any, x: Any) -> list:
-    return [([p], [p, p]) for p in _before_windows(x, 3)]
-
-
-@sharding("aten.adaptive_max_pool2d_backward.default")
-def adaptive_max_pool_backward(grad: Any, x: Any, indices: Any) -> list:
-    return [([p], [p, p, p]) for p in _before_windows(x, 2)]
-
-
-@sharding("aten.adaptive_max_pool3d_backward.default")
-def adaptive_max_pool_3d_backward(grad: Any, x: Any, indices: Any) -> list:
-    return [([p], [p, p, p]) for p in _before_windows(x, 3)]
 
 
 @sharding("aten.unfold.default", "aten.unfold_copy.default")
