@@ -1,15 +1,19 @@
 """Rules for versions of torch that have none: parts of the inputs give parts of the results.
 
-No mesh takes part, so they are tested with every version.
+What they list is tested without a mesh, and so with every version.
 """
 
 import itertools
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+from bench import on_ranks
+from keras_spmd.distribution_lib import _to_backend_mesh
 from keras_spmd.rules import _registry
+from keras_spmd.rules.instead import divisor, instead_of
+from meshes import line
 
 OLDER = {name: rule for name, rule, before in _registry.shardings if before is not None}
 PARTS = 2
@@ -133,3 +137,29 @@ def test_parts_give_parts(name, arguments):
         for k, (want, placement) in enumerate(zip(expected, outputs, strict=True)):
             found = joined([rank[k] for rank in ranks], placement)
             torch.testing.assert_close(found, want, msg=lambda m, p=placement: f"{p}: {m}")
+
+
+@on_ranks(2)
+def test_calls_that_older_versions_get_wrong_become_others():
+    mesh = _to_backend_mesh(line())
+
+    def sharded(tensor, dim):
+        return distribute_tensor(tensor, mesh, [Shard(dim)])
+
+    def run_instead(op, *args):
+        other, arguments = instead_of(op, args)
+        return other(*arguments).full_tensor()
+
+    aten = torch.ops.aten
+    rows = sharded(x(2, 1, 6), 0)  # of which each rank has one
+    assert torch.equal(run_instead(aten.squeeze.default, rows), x(2, 1, 6).squeeze())
+    assert torch.equal(run_instead(aten.squeeze.dim, rows, 0), x(2, 1, 6))
+    assert instead_of(aten.squeeze.dims, (rows, [1])) is None
+    pair = [sharded(x(4, 6), 0), sharded(x(4, 6) * 2, 0)]
+    expected = torch.stack([x(4, 6), x(4, 6) * 2], -1)
+    assert torch.equal(run_instead(aten.stack.default, pair, -1), expected)
+    one = sharded(torch.tensor([3]), 0)  # which the second rank doesn't have
+    whole = distribute_tensor(x(4, 6), mesh, [Replicate()])
+    assert torch.equal(run_instead(aten.index.Tensor, whole, [one]), x(4, 6)[[3]])
+    assert divisor(aten.div.Tensor, (1, 2)) == (2,)
+    assert divisor(aten.mul.Tensor, (1, 2)) == ()

@@ -68,57 +68,7 @@ def _mask_like(dims: list[int | None], mask: Any, ndim: int) -> list[Placement]:
     ]
 
 
-@handler("aten._scaled_dot_product_flash_attention_for_cpu.default")
-def attention(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    query, key, value, *rest = args
-    mask = kwargs.get("attn_mask")
-    mesh = next(t.device_mesh for t in (query, key, value, mask) if isinstance(t, DTensor))
-    dims = _sharded_dims(mesh, (query, key, value), is_causal=_is_causal(rest, kwargs))
-    output, logsumexp = op(
-        local_as(query, mesh, _query_like(dims)),
-        local_as(key, mesh, _key_like(dims)),
-        local_as(value, mesh, _key_like(dims)),
-        *rest,
-        **{**kwargs, "attn_mask": local_as(mask, mesh, _mask_like(dims, mask, query.ndim))},
-    )
-    return (
-        wrap(output, mesh, _query_like(dims), (*query.shape[:-1], value.shape[-1])),
-        wrap(logsumexp, mesh, _query_like(dims), query.shape[:-1]),
-    )
-
-
-def _is_causal(rest: list, kwargs: dict) -> bool:
-    return bool(rest[1] if len(rest) > 1 else kwargs.get("is_causal", False))
-
-
-@handler("aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
-def attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    grad, query, key, value, output, logsumexp, dropout, is_causal = args
-    mask = kwargs.get("attn_mask")
-    mesh = output.device_mesh
-    dims = _sharded_dims(mesh, (query, key, value), is_causal=is_causal)
-    queries, keys = _query_like(dims), _key_like(dims)
-    grads = op(
-        local_as(grad, mesh, queries),
-        local_as(query, mesh, queries),
-        local_as(key, mesh, keys),
-        local_as(value, mesh, keys),
-        local_as(output, mesh, queries),
-        local_as(logsumexp, mesh, queries),
-        dropout,
-        is_causal,
-        **{**kwargs, "attn_mask": local_as(mask, mesh, _mask_like(dims, mask, query.ndim))},
-    )
-    # Each rank saw its own queries only: what they ask of all keys is summed up.
-    key_grads = [Partial() if dim == SEQUENCE else p for dim, p in zip(dims, keys, strict=True)]
-    return (
-        wrap(grads[0], mesh, queries, query.shape),
-        wrap(grads[1], mesh, key_grads, key.shape),
-        wrap(grads[2], mesh, key_grads, value.shape),
-    )
-
-
-class _OnGpu:
+class _Parts:
     """The parts of queries, keys, values and a mask that this rank computes with."""
 
     def __init__(self, query: Any, key: Any, value: Any, mask: Any, *, is_causal: bool) -> None:
@@ -135,7 +85,7 @@ class _OnGpu:
             local_as(key, self.mesh, self.keys),
             local_as(value, self.mesh, self.keys),
         ]
-        self.mask = None if mask is None else _aligned(local_as(mask, self.mesh, self.of_mask))
+        self.mask = local_as(mask, self.mesh, self.of_mask)
 
     def query_like(self, x: Any) -> Any:
         return local_as(x, self.mesh, self.queries)
@@ -164,7 +114,38 @@ class _OnGpu:
         ]
 
 
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
+def _plain(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+@handler("aten._scaled_dot_product_flash_attention_for_cpu.default")
+def attention(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    query, key, value, *rest = args
+    is_causal = rest[1] if len(rest) > 1 else kwargs.get("is_causal", False)
+    here = _Parts(query, key, value, kwargs.get("attn_mask"), is_causal=is_causal)
+    outputs = op(*here.inputs, *rest, **{**kwargs, "attn_mask": here.mask})
+    return here.results(outputs, query, value)
+
+
+@handler("aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
+def attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    grad, query, key, value, output, logsumexp, dropout, is_causal = args
+    here = _Parts(query, key, value, kwargs.get("attn_mask"), is_causal=is_causal)
+    grads = op(
+        here.query_like(grad),
+        *here.inputs,
+        here.query_like(output),
+        _plain(logsumexp),
+        dropout,
+        is_causal,
+        **{**kwargs, "attn_mask": here.mask},
+    )
+    return tuple(here.gradients(grads, query, key, value))
+
+
+def _aligned(mask: torch.Tensor | None) -> torch.Tensor | None:
+    if mask is None:
+        return None
     steps, columns = mask.stride(), mask.shape[-1]
     if steps[-1] == 1 and all(step % ALIGNMENT == 0 for step in steps[:-1]):
         return mask
@@ -176,10 +157,6 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
     return padded.expand(mask.shape)
 
 
-def _plain(x: Any) -> Any:
-    return x._local_tensor if isinstance(x, DTensor) else x
-
-
 @handler(
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -187,19 +164,19 @@ def _plain(x: Any) -> Any:
 def attention_on_gpu(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     query, key, value, mask, *rest = args
     is_causal = rest[2] if len(rest) > 2 else kwargs.get("is_causal", False)
-    here = _OnGpu(query, key, value, mask, is_causal=is_causal)
-    return here.results(op(*here.inputs, here.mask, *rest, **kwargs), query, value)
+    here = _Parts(query, key, value, mask, is_causal=is_causal)
+    return here.results(op(*here.inputs, _aligned(here.mask), *rest, **kwargs), query, value)
 
 
 @handler("aten._scaled_dot_product_efficient_attention_backward.default")
 def efficient_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     grad, query, key, value, mask, output, logsumexp, seed, offset, dropout, wanted, *rest = args
     is_causal = rest[0] if rest else kwargs.get("is_causal", False)
-    here = _OnGpu(query, key, value, mask, is_causal=is_causal)
+    here = _Parts(query, key, value, mask, is_causal=is_causal)
     *grads, of_mask = op(
         here.query_like(grad),
         *here.inputs,
-        here.mask,
+        _aligned(here.mask),
         here.query_like(output),
         _plain(logsumexp),
         _plain(seed),
@@ -217,7 +194,7 @@ def efficient_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs:
 @handler("aten._scaled_dot_product_cudnn_attention_backward.default")
 def cudnn_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     grad, query, key, value, output, logsumexp, seed, offset, mask, *rest = args
-    here = _OnGpu(query, key, value, mask, is_causal=rest[-1])
+    here = _Parts(query, key, value, mask, is_causal=rest[-1])
     grads = op(
         here.query_like(grad),
         *here.inputs,
@@ -225,7 +202,7 @@ def cudnn_attention_backward(op: torch._ops.OpOverload, args: tuple, kwargs: dic
         _plain(logsumexp),
         _plain(seed),
         _plain(offset),
-        here.mask,
+        _aligned(here.mask),
         *map(_plain, rest),
         **kwargs,
     )
