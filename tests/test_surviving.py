@@ -124,6 +124,25 @@ def test_killed_at_any_moment_of_a_save(tmp_path, moment):
     assert newest.read(bias).unique().tolist() in ([0.0], [7.0])
 
 
+LOST = """
+import os, signal, sys, time
+import keras, keras_spmd, training
+from keras_spmd.distribution_lib import process_id
+keras.distribution.set_distribution(training.of_ranks("rows"))
+model = training.make()
+if process_id() == 0: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(2)
+keras_spmd.save_checkpoint(model, sys.argv[1], step=1)
+"""
+
+
+def test_a_save_after_rank_0_was_killed(tmp_path):
+    """The store is gone with it, and nobody tries to reach it again and again."""
+    codes, errors = outcomes(start(LOST, 2, tmp_path, KERAS_SPMD_TIMEOUT="5"), 60)
+    assert codes == [-9, 1], errors
+    assert "save_checkpoint" in errors[1]
+
+
 ONLY_ONE = """
 import sys, time
 import numpy as np, keras, keras_spmd, training

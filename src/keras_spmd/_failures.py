@@ -33,10 +33,10 @@ _UNREACHABLE = (dist.DistError, RuntimeError)
 class Watch:
     """Tells the others of this rank's failure, and this rank of theirs."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.store, self.rank, self.world_size = store, rank, world_size
-        # A connection of its own: the other one may be waiting for an answer.
-        self.own_store = store.clone()
+    def __init__(
+        self, store: dist.Store, own_store: dist.Store, rank: int, world_size: int
+    ) -> None:
+        self.store, self.own_store, self.rank, self.world_size = store, own_store, rank, world_size
         self.signs = _Signs(self.own_store, rank, world_size)
         _whereabouts.note()
         self.signs.give()
@@ -252,11 +252,11 @@ def whereabouts(rank: int) -> str:
     return ""
 
 
-def start(store: Any, rank: int, world_size: int) -> None:
-    """Watch the other ranks, until `stop`."""
+def start(store: dist.Store, own_store: dist.Store, rank: int, world_size: int) -> None:
+    """Watch the other ranks, until `stop`; `own_store` is never waiting for an answer."""
     global _watch
     if world_size > 1 and _watch is None:
-        _watch = Watch(store, rank, world_size)
+        _watch = Watch(store, own_store, rank, world_size)
 
 
 def stop() -> None:

@@ -22,6 +22,7 @@ from keras_spmd._rendezvous import Rendezvous
 
 _left_by_us = False
 _store: dist.Store | None = None
+_aside: tuple[dist.Store, dist.Store] | None = None  # the job's store, and its other connection
 
 
 def initialize(
@@ -148,6 +149,18 @@ def store() -> dist.Store:
     return dist.distributed_c10d._get_default_store() if _store is None else _store
 
 
+def store_aside() -> dist.Store:
+    """The same by a connection of its own: the other one may be waiting for an answer.
+
+    It is made once, when the process joins. One that is made after rank 0 was killed would try to
+    reach the store for minutes; one that is there fails at once.
+    """
+    global _aside
+    if _aside is None or _aside[0] is not store():
+        _aside = store(), store().clone()
+    return _aside[1]
+
+
 def _join(meeting: Rendezvous) -> None:
     global _store
     bind_device(meeting.local_rank)
@@ -164,7 +177,7 @@ def _join(meeting: Rendezvous) -> None:
             + f". Set {_addresses.VARIABLE} on each host to its interface in the network "
             f"between the hosts. What torch says: {error}"
         ) from error
-    _failures.start(store, meeting.rank, meeting.world_size)
+    _failures.start(store, store_aside(), meeting.rank, meeting.world_size)
     _random_state.agree()
 
 
@@ -206,9 +219,9 @@ def leave() -> None:
 
 
 def _leave_group() -> None:
-    global _store
+    global _store, _aside
     _failures.stop()
-    _store = None
+    _store = _aside = None
     if dist.is_initialized():
         # gloo's threads need the interpreter's lock to drop their last tensors. One that asks for
         # it while the interpreter shuts down aborts the process, so let them have it now.

@@ -17,8 +17,7 @@ class Words:
     def __init__(self, matter: str) -> None:
         self.matter = matter
         self.rank, self.size = _processes.process_id(), _processes.num_processes()
-        # A connection of its own: the other one may be waiting for an answer.
-        self.store: dist.Store | None = _processes.store().clone() if self.size > 1 else None
+        self.store: dist.Store | None = _processes.store_aside() if self.size > 1 else None
         self._alone: dict[str, str] = {}
 
     def say(self, key: str, word: str) -> None:
