@@ -47,7 +47,7 @@ conformance: $(KERAS_READY)
 keras-tests: $(KERAS_READY)
 	$(KERAS_VENV)/bin/python conformance/keras_own.py
 	$(KERAS_VENV)/bin/python -m pytest tests/test_data.py tests/test_callbacks.py \
-		-k "grain or pandas or tf_data or tensorboard"
+		-k "grain or pandas or tf_data or tensorboard or orbax"
 	$(KERAS_VENV)/bin/python -m pytest tests/test_saving.py -k other_backends
 	$(KERAS_VENV)/bin/python -m pytest tests/test_hub.py tests/test_recipe_hub.py
 	$(KERAS_VENV)/bin/python -m pytest tests/test_site.py -k "lora or accelerate or lightning"
@@ -73,7 +73,7 @@ $(KERAS_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERAS_VENV)
 	$(KERAS_VENV)/bin/pip install --quiet --constraint constraints.txt --editable . \
 		pytest pytest-xdist tensorflow-cpu tensorboard jax grain pandas \
-		regex tokenizers sentencepiece kagglehub \
+		regex tokenizers sentencepiece kagglehub orbax-checkpoint \
 		huggingface_hub safetensors psutil pyyaml tqdm
 	$(KERAS_VENV)/bin/pip install --quiet --no-deps keras-hub==0.32.0 \
 		accelerate lightning lightning-utilities torchmetrics

@@ -1,16 +1,19 @@
 """A pytest plugin that runs Keras's tests on several ranks under a live distribution.
 
 Every rank runs the same tests with the same random numbers and temporary folders, and tells the
-others how each ended. Once ranks differ they can't go on together: they all exit, and whoever
-started them starts them again for the tests that are left.
+others how each ended. What a test itself writes or removes is done by rank 0, and the others wait.
+Once ranks differ they can't go on together: they all exit, and whoever started them starts them
+again for the tests that are left.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 KIND = os.environ["CONFORMANCE_KIND"]
 RESULTS = Path(os.environ["CONFORMANCE_RESULTS"])
 SHARED = Path(os.environ["CONFORMANCE_SHARED"])
+PRIVATE = "_of_rank_"
 START_AGAIN = 75
 # A collective that another rank never joins ends after this time.
 PATIENCE = timedelta(seconds=10)
@@ -95,10 +99,74 @@ def _share_temporary_folders() -> None:
 
     def get_temp_dir(self: Any) -> str:
         folder = SHARED / str(next(numbers))
+        if _writes_its_data(self):
+            folder = folder.with_name(f"{folder.name}{PRIVATE}{RANK}")
         folder.mkdir(exist_ok=True)
         return str(folder)
 
+    class TemporaryDirectory(tempfile.TemporaryDirectory):
+        """One that all ranks have, until the last test has ended."""
+
+        def __init__(self) -> None:
+            self.name = get_temp_dir(None)
+
+        def cleanup(self) -> None:
+            pass
+
     testing.TestCase.get_temp_dir = get_temp_dir
+    tempfile.TemporaryDirectory = _in_tests(TemporaryDirectory, tempfile.TemporaryDirectory)
+    os.remove = _in_tests(_remove_for_all, os.remove)
+
+
+def _writes_its_data(test: Any) -> bool:
+    """Whether files that a test writes are its data, and no model saves there."""
+    name = getattr(test, "_testMethodName", "")
+    return ".utils." in type(test).__module__ or name.startswith(
+        ("test_rejects_", "test_load_weights_rejects_h5", "test_allows_incompressible")
+    )
+
+
+def _in_tests(theirs: Callable, otherwise: Callable) -> Callable:
+    """What Keras's tests call, but neither Keras nor anybody else."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        return (theirs if caller.endswith("_test.py") else otherwise)(*args, **kwargs)
+
+    return call
+
+
+_shared_actions = itertools.count()
+
+
+@contextlib.contextmanager
+def _one_for_all() -> Iterator[bool]:
+    """Whether this rank does it; all ranks come before it and leave after it."""
+    number = next(_shared_actions)
+    _meet(f"before action {number}", "")
+    yield RANK == 0
+    _meet(f"after action {number}", "")
+
+
+def _remove_for_all(path: Any) -> None:
+    with _one_for_all() as is_mine:
+        if is_mine:
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def _open_for_all(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """`open` of a test."""
+    is_shared = str(path).startswith(str(SHARED)) and PRIVATE not in str(path)
+    if "w" not in mode or not is_shared:
+        with open(path, mode, *args, **kwargs) as file:
+            yield file
+        return
+    with (
+        _one_for_all() as is_mine,
+        open(path if is_mine else os.devnull, mode, *args, **kwargs) as file,
+    ):
+        yield file
 
 
 _current = 0
@@ -113,6 +181,11 @@ def _done() -> set[str]:
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
     done = _done()
     items[:] = [item for item in items if item.nodeid not in done]
+    for item in items:
+        item.module.open = _open_for_all  # type: ignore[attr-defined]
+        if "orbax" in item.module.__name__:  # type: ignore[attr-defined]
+            # Part of the names of its folders, which have to be the same on all ranks.
+            item.module.id = lambda _: 0  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -233,6 +233,59 @@ def test_tensorboard():
     assert len([name for name in files if name.startswith("events")]) == 2
 
 
+@pytest.mark.skipif(find_spec("orbax") is None, reason="orbax-checkpoint is not installed")
+@on_ranks(1, 2)
+def test_orbax():
+    """What rank 0 writes is what one device would, and any mesh loads it."""
+    warnings.simplefilter("ignore")
+    folder = shared_folder()
+
+    def make():
+        # Orbax's files find variables by their paths, which a Sequential changes when it is loaded.
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((6,))
+        outputs = layers.Dense(4, name="b")(layers.Dense(8, name="a")(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def saving(name, **options):
+        path = os.path.join(folder, name)
+        return lambda: [callbacks.OrbaxCheckpoint(path, max_to_keep=2, **options)]
+
+    expected, _ = fit(saving(f"alone{process_id()}"), make(), epochs=3)
+    for i, dist_ in enumerate(both_distributions()):
+        with dist_.scope():
+            got, model = fit(saving(str(i), save_on_background=bool(i)), make(), epochs=3)
+            np.testing.assert_allclose(got.history["loss"], expected.history["loss"], 1e-5)
+            assert sorted(filter(str.isdigit, os.listdir(f"{folder}/{i}"))) == ["1", "2"]
+            loaded = keras.models.load_model(f"{folder}/{i}")
+            for a, b in zip(loaded.weights, model.weights, strict=True):
+                np.testing.assert_array_equal(a, b)
+            for a, b in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+                np.testing.assert_array_equal(a, b)
+        alone = make()
+        alone.load_weights(f"{folder}/{i}")
+        with dist_.scope():
+            for a, b in zip(alone.weights, model.weights, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(find_spec("orbax") is None, reason="orbax-checkpoint is not installed")
+@on_ranks(2)
+def test_orbax_that_cannot_write():
+    folder = shared_folder()
+    with distribution.DataParallel().scope():
+        callback = callbacks.OrbaxCheckpoint(folder, save_on_background=False)
+
+        def full(*args):
+            raise OSError(28, "No space left on device")
+
+        callback.checkpointer.save_checkpointables = full
+        with pytest.raises(OSError, match="No space left on device"):
+            fit(lambda: [callback], epochs=1)
+
+
 @on_ranks(2, 4)
 def test_stop_training_on_one_rank_stops_all():
     class Stop(callbacks.Callback):

@@ -1,5 +1,6 @@
 """Keras's files: what a mesh writes is what one device writes, and fits any mesh."""
 
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from keras import distribution, layers
+from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 from keras.src.utils import io_utils
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -36,6 +38,7 @@ def make():
     x = layers.Dense(8, activation="relu", name="first")(inputs)
     x = layers.BatchNormalization(name="norm")(x)
     x = layers.Dropout(0.25, seed=3, name="dropout")(x)
+    x = layers.Dense(6, name="short", dtype="bfloat16")(x)
     outputs = layers.Dense(5, name="last", dtype="mixed_bfloat16")(x)
     model = keras.Model(inputs, outputs, name="model")
     model.compile(keras.optimizers.AdamW(0.01, name="adam"), "mse", metrics=["mae"])
@@ -52,6 +55,7 @@ def train(model):
 def distributions():
     kinds = {
         "first/kernel": (None, "model"),
+        "short/kernel": (None, "model"),
         "last/kernel": ("model", None),
         "last/bias": ("model",),
     }
@@ -204,8 +208,34 @@ def test_what_goes_wrong_on_rank_0_is_raised_everywhere_and_leaves_the_old_file(
             fresh.optimizer.build(fresh.trainable_variables)
             fresh.load_weights(path)
             assert_same_state(fresh, model)
-            with pytest.raises(OSError, match="No such file"):
+            with pytest.raises(FileNotFoundError, match="No such file"):
                 model.save_weights(folder / "nowhere" / "m.weights.h5")
+
+
+@on_ranks(1, 2)
+def test_a_buffer_in_memory_has_the_file_on_all_ranks():
+    with model_parallel({".*kernel": ("model", None)}, line()).scope():
+        model, buffer = train(make()), io.BytesIO()
+        saving_lib.save_model(model, buffer)
+        buffer.seek(0)
+        assert_same_state(saving_lib.load_model(buffer), model)
+
+
+@on_ranks(2)
+def test_functions_behind_the_public_ones_write_once():
+    """Libraries call them, too."""
+    with shared_folder() as folder:
+        with model_parallel({".*kernel": ("model", None)}, line()).scope():
+            model = train(make())
+            saving_lib.save_model(model, str(folder / "m.keras"))
+            assert_same_state(saving_lib.load_model(str(folder / "m.keras")), model)
+            saving_lib.save_weights_only(model, str(folder / "m.weights.h5"))
+            small = keras.Sequential([keras.Input((6,)), layers.Dense(8, name="kernel")])
+            legacy_h5_format.save_model_to_hdf5(small, str(folder / "m.h5"))
+            again = keras.saving.load_model(folder / "m.h5")
+            np.testing.assert_array_equal(whole(again.weights[0]), whole(small.weights[0]))
+        meet()
+        assert sorted(os.listdir(folder)) == ["m.h5", "m.keras", "m.weights.h5"]
 
 
 @on_ranks(2)
@@ -284,9 +314,9 @@ def test_a_rank_reads_what_its_shards_need():
                 model.load_weights(folder / "m.weights.h5")
             finally:
                 h5py.Dataset.__getitem__ = original
-        kernels = [size for shape, size in read if shape == (8, 5)]
+        kernels = [size for shape, size in read if shape == (8, 6)]
         assert len(kernels) == 2 * 3  # two files, a kernel with two slots of AdamW
-        assert set(kernels) == {8 * 5 // num_processes()}
+        assert set(kernels) == {8 * 6 // num_processes()}
 
 
 @on_ranks(2)
@@ -371,7 +401,7 @@ def test_onnx_computes_what_the_mesh_does(ranks):
 def test_an_export_that_fails_fails_on_all_ranks():
     with shared_folder() as folder, distribution.DataParallel().scope():
         model = make()
-        with pytest.raises((ValueError, RuntimeError), match="pt2"):
+        with pytest.raises(ValueError, match="pt2"):
             model.export(folder / "model.zip", format="torch")
         assert isinstance(model.layers[1].kernel.value, DTensor)
 

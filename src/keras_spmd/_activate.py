@@ -50,6 +50,7 @@ def patches() -> list[Patch]:
         _meshes,
         _messages,
         _optimizers,
+        _orbax,
         _promotion,
         _random,
         _reading,
@@ -505,6 +506,21 @@ def patches() -> list[Patch]:
             _files.on_rank_0,
             "events are sent once",
         ),
+        *[
+            Patch(
+                "keras.src.callbacks.orbax_checkpoint",
+                name,
+                make,
+                "rank 0 gets the state, and Orbax writes it once",
+            )
+            for name, make in (
+                ("OrbaxCheckpoint.__init__", _orbax.init_or),
+                ("_get_state_tree", _orbax.get_state_tree_or),
+                ("OrbaxCheckpoint._save_checkpoint", _orbax.save_or),
+                ("OrbaxCheckpoint.on_train_end", _orbax.together),
+                ("OrbaxCheckpoint.wait_until_finished", _orbax.together),
+            )
+        ],
         Patch(
             "keras.src.models.model",
             "Model.export",
@@ -513,13 +529,19 @@ def patches() -> list[Patch]:
         ),
         *[
             Patch(
-                "keras.src.saving.saving_api",
+                module,
                 name,
-                _saving.save_or,
+                make,
                 "rank 0 gets the weights and writes them",
                 everywhere=True,
             )
-            for name in ("save_model", "save_weights")
+            for module, name, make in (
+                ("keras.src.saving.saving_api", "save_model", _saving.save_or),
+                ("keras.src.saving.saving_api", "save_weights", _saving.save_or),
+                ("keras.src.saving.saving_lib", "save_model", _saving.save_file_or),
+                ("keras.src.saving.saving_lib", "save_weights_only", _saving.save_file_or),
+                ("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5", _saving.save_or),
+            )
         ],
         *[
             Patch(

@@ -52,11 +52,11 @@ def save_model_or(original: Callable) -> Callable:
             return
         file = _file(self, _updates_of(self.model))
         callbacks = _callbacks.kept(_resuming.callbacks_of(self.model))
+        training = {**_resuming.state_of(self.model), "callbacks": callbacks.states}
         values = {n: ops.convert_to_numpy(v) for n, v in _small_state(self.model).items()}
         if not _messages.is_listener():
             os.makedirs(self.backup_dir, exist_ok=True)
             lists = {n: [str(x.dtype), x.tolist()] for n, x in values.items()}
-            training = {**_resuming.state_of(self.model), "callbacks": callbacks.states}
             state: dict[str, Any] = {"variables": lists, "training": training}
             parts = {n: Part(x, (0,) * x.ndim) for n, x in callbacks.arrays.items()}
             state["arrays"] = _safetensors.write(_arrays_file(file), parts) if parts else None

@@ -203,8 +203,8 @@ def get_data_adapter_or(original: Callable) -> Callable:
             if "Unrecognized data type" not in str(error):
                 raise
             raise ValueError(
-                f"Data of the type {type(_given(args, kwargs)['x']).__name__} can't be read. Pass "
-                "NumPy arrays, tensors or data frames (or lists and dicts of them), a PyDataset, a "
+                f"Unrecognized data type: {type(_given(args, kwargs)['x']).__name__}. Pass NumPy "
+                "arrays, tensors or data frames (or lists and dicts of them), a PyDataset, a "
                 "torch DataLoader, a generator of batches, a grain dataset or a tf.data.Dataset."
             ) from error
         finally:

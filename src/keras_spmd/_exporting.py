@@ -8,7 +8,7 @@ import torch
 from keras import distribution
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _processes, _variables
+from keras_spmd import _layouts, _processes, _raised, _variables
 from keras_spmd._gathering import whole_on_rank_0
 from keras_spmd._saving import heard
 
@@ -27,11 +27,11 @@ def export_or(original: Callable) -> Callable:
                 with _alone(sharded, wholes):
                     original(self, filepath, *args, **kwargs)
             except Exception as error:
-                heard(f"{type(error).__name__}: {error}")
+                heard(_raised.as_word(error))
                 raise
         problem = heard(problem)
         if problem:
-            raise RuntimeError(f"Rank 0 could not export '{filepath}': {problem}")
+            raise _raised.of_rank_0(problem, f"export '{filepath}'")
         return None
 
     export.__doc__ = original.__doc__

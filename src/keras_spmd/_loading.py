@@ -33,11 +33,16 @@ class Stored(NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> np.ndarray:
         if self._dataset.id.valid:
-            return np.array(self._dataset[index], dtype=self.dtype)
+            return self._numbers(self._dataset[index])
         # Of weights in several files, Keras has closed this one again.
         file, name = self._place
         with h5py.File(file, "r") as opened:
-            return np.array(opened[name][index], dtype=self.dtype)
+            return self._numbers(opened[name][index])
+
+    def _numbers(self, x: Any) -> np.ndarray:
+        """What was read. To h5 files bfloat16 is two bytes without a meaning."""
+        x = np.asarray(x)
+        return x.view(self.dtype) if x.dtype.kind == "V" else np.array(x, dtype=self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[()], dtype)

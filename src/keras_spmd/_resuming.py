@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from keras.src.trainers.data_adapters import TorchDataLoaderAdapter
 
-from keras_spmd import _callbacks
+from keras_spmd import _callbacks, _layouts, _stopping
 from keras_spmd._generators import as_text, random_states, set_random_states
+from keras_spmd._stopping import Ballot, Outlook
 
 _FEED, _EXPECTED = "_keras_spmd_feed", "_keras_spmd_expected"
 
@@ -34,8 +35,9 @@ class Feed:
         self.repeated: dict[str, Any] | None = None
         # Of an epoch that has ended but is not in the history yet.
         self.logs: tuple[int, dict] | None = None
-        # Those of the `fit`, while it lasts.
+        # Those of the `fit`, while it lasts, and the ranks' votes to stop it.
         self.callbacks: list[Any] = []
+        self.ballot: Ballot | None = None
 
     def counted(self, make: Callable[[], Iterable[Any]], adapter: Any) -> "_Counted":
         """The batches that `make` returns, which may draw random numbers for their order."""
@@ -83,7 +85,10 @@ def _generators_of(adapter: Any) -> list[torch.Generator]:
 
 
 def state_of(model: Any) -> dict[str, Any]:
-    """Where the `fit` of a model is, as JSON; without one, only the random states."""
+    """Where the `fit` of a model is, as JSON; without one, only the random states.
+
+    Takes all ranks: one of them may have set `stop_training`.
+    """
     state: dict[str, Any] = {"now": random_states()}
     feed: Feed | None = model.__dict__.get(_FEED)
     if feed is None:
@@ -91,7 +96,7 @@ def state_of(model: Any) -> dict[str, Any]:
     state["now"] = feed.states()
     state |= {"epoch": feed.epoch, "step": feed.step, "consumed": feed.consumed}
     state |= {"made": feed.made, "started": feed.started}
-    state["stopped"] = bool(feed.callbacks) and bool(model.stop_training)
+    state["outlook"] = _outlook(feed)
     history = getattr(model, "history", None)
     epochs = [*getattr(history, "epoch", [])]
     logs = {name: [*values] for name, values in getattr(history, "history", {}).items()}
@@ -101,6 +106,13 @@ def state_of(model: Any) -> dict[str, Any]:
             logs.setdefault(name, []).append(value)
     plain = {name: [np.asarray(v).tolist() for v in values] for name, values in logs.items()}
     return {**state, "history": {"epoch": epochs, "logs": plain}}
+
+
+def _outlook(feed: Feed) -> Outlook:
+    if feed.ballot is not None:
+        return feed.ballot.outlook(feed.model, is_epoch_end=feed.step == 0)
+    is_stopped = bool(feed.callbacks) and bool(feed.model.stop_training)
+    return Outlook.STOP if is_stopped else Outlook.GO_ON
 
 
 def callbacks_of(model: Any) -> list[Any]:
@@ -147,7 +159,7 @@ def train_begin_or(original: Callable) -> Callable:
             for name, values in state["history"]["logs"].items():
                 self._history.history[name] = [*values]
         _callbacks.set_states(self.callbacks, state.get("callbacks", []), expected.read)
-        if state.get("stopped") and state["step"] == 0:
+        if state.get("outlook") == Outlook.STOP and state["step"] == 0:
             # It ended by itself: no epoch is left.
             self.model._initial_epoch = max(state["epoch"], self.params.get("epochs", 0))
 
@@ -167,6 +179,7 @@ def train_end_or(original: Callable) -> Callable:
             # A model doesn't keep the data it was trained with.
             self.model.__dict__[_FEED].source = None
             self.model.__dict__[_FEED].callbacks = []
+            self.model.__dict__[_FEED].ballot = None
 
     return on_train_end
 
@@ -189,6 +202,8 @@ def epoch_begin_or(original: Callable) -> Callable:
         _starting = self.model.__dict__.setdefault(_FEED, Feed(self.model))
         _starting.epoch, _starting.step, _starting.logs = epoch, 0, None
         _starting.callbacks = self.callbacks
+        if _layouts.active_mesh() is not None:
+            _starting.ballot = _stopping.ballot_of(self, "stop_training")
         expected = _expected(self.model)
         if expected is None or expected.state["epoch"] != epoch or expected.state["step"] == 0:
             original(self, epoch, logs)
@@ -276,7 +291,10 @@ def pass_over(epoch_iterator: Any) -> None:
     feed.repeated = None
     feed.step = state["step"]
     set_random_states(state["now"], _generators_of(epoch_iterator.data_adapter))
-    if state.get("stopped"):
+    outlook = state.get("outlook")
+    if outlook == Outlook.ONE_MORE and feed.ballot is not None:
+        feed.ballot.expect_one_more()
+    elif outlook in (Outlook.STOP, Outlook.ONE_MORE):
         feed.model.stop_training = True
         epoch_iterator._epoch_iterator = iter(())
 

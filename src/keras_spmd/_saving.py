@@ -18,7 +18,7 @@ import torch.distributed as dist
 from keras.src.utils import file_utils, io_utils
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _processes, _whereabouts
+from keras_spmd import _layouts, _processes, _raised, _whereabouts
 from keras_spmd._gathering import whole_on_rank_0
 from keras_spmd._loading import files_variables
 from keras_spmd._progress import progress_of_bytes
@@ -94,24 +94,39 @@ def save_own_variables_or(original: Callable) -> Callable:
 
 def save_or(original: Callable) -> Callable:
     """`save_model` and `save_weights`: all ranks take part, and return when the file is there."""
+    save_file = save_file_or(
+        lambda model, path, *args, **kw: original(model, path, True, *args, **kw)
+    )
 
     def save(model: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any) -> Any:
-        if not _is_shared(model):
+        if not is_shared(model):
             return original(model, filepath, overwrite, *args, **kwargs)
         if not overwrite and not _may_overwrite(filepath):
             return None
-        size = sum(v._value.nbytes for v in files_variables(model) if v._value is not None)
-        with (
-            progress_of_bytes(f"Saving '{filepath}'", total=size) as advance,
-            _saving(filepath, advance) as path,
-        ):
-            return original(model, path, True, *args, **kwargs)
+        return save_file(model, filepath, *args, **kwargs)
 
     save.__doc__ = original.__doc__
     return save
 
 
-def _is_shared(model: Any) -> bool:
+def save_file_or(original: Callable) -> Callable:
+    """The functions behind these, which libraries also call by themselves."""
+
+    def save(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_shared(model):
+            return original(model, filepath, *args, **kwargs)
+        size = sum(v._value.nbytes for v in files_variables(model) if v._value is not None)
+        with (
+            progress_of_bytes(f"Saving '{filepath}'", total=size) as advance,
+            _saving(filepath, advance) as path,
+        ):
+            return original(model, path, *args, **kwargs)
+
+    save.__doc__ = original.__doc__
+    return save
+
+
+def is_shared(model: Any) -> bool:
     """Whether all ranks are needed to save it: also outside of the scope that made it."""
     return _layouts.active_distribution() is not None or any(
         isinstance(v._value, DTensor) for v in model.variables
@@ -141,13 +156,22 @@ def _saving(filepath: Any, advance: Callable[[int], object]) -> Iterator[Any]:
     except _Stopped as stopped:
         word = str(stopped)
     except Exception as error:
-        heard(f"{type(error).__name__}: {error}")
+        heard(_raised.as_word(error))
         raise
     finally:
         _current = None
     word = word or heard("done")
     if word != "done":
-        raise OSError(f"Rank 0 could not save '{filepath}': {word}")
+        raise _raised.of_rank_0(word, f"save '{filepath}'")
+    if isinstance(filepath, io.BytesIO):
+        _share(filepath)
+
+
+def _share(buffer: io.BytesIO) -> None:
+    """What rank 0 has in its buffer, for the other ranks, which will want to read it."""
+    content = heard(buffer.getvalue())
+    if _processes.process_id() > 0:
+        buffer.write(content)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,11 @@
 After each batch every rank casts a vote, and reads it after the next batch, when it has long
 arrived: nobody waits. Only a rank that wants to stop waits for the count. If all ranks want to,
 they stop at once, as on one device. If not, the others have begun the next step already, so it is
-taken together, and then all stop.
+taken together, and then all stop. What is saved in between says so.
 """
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ class _Vote:
     def votes(self) -> int:
         self.work.wait()
         return int(self.count)
+
+
+class Outlook(StrEnum):
+    """What will come of the votes."""
+
+    GO_ON = "goes on"
+    STOP = "stops"
+    ONE_MORE = "stops after one more step"
 
 
 class Ballot:
@@ -48,6 +57,18 @@ class Ballot:
         vote = _Vote(decided or bool(getattr(model, self.attribute, False)))
         setattr(model, self.attribute, vote.votes() > 0)
 
+    def outlook(self, model: Any, *, is_epoch_end: bool) -> Outlook:
+        """For callbacks that save: they run before the votes are counted. Takes all ranks."""
+        votes = _Vote(bool(getattr(model, self.attribute, False))).votes()
+        is_decided = self.last is not None and self.last.votes() > 0
+        if is_decided or votes == dist.get_world_size() or (votes and is_epoch_end):
+            return Outlook.STOP
+        return Outlook.ONE_MORE if votes else Outlook.GO_ON
+
+    def expect_one_more(self) -> None:
+        """Go on from where some ranks had voted to stop."""
+        self.last = _Vote(True)
+
     def _is_decided(self) -> bool:
         last, self.last = self.last, None
         return last is not None and last.votes() > 0
@@ -65,7 +86,7 @@ def batch_end_or(attribute: str) -> Callable[[Callable], Callable]:
         def on_batch_end(self: Any, batch: int, logs: Any = None) -> None:
             original(self, batch, logs)
             if self.model is not None and _layouts.active_mesh() is not None:
-                _ballot(self, attribute).after_batch(self.model)
+                ballot_of(self, attribute).after_batch(self.model)
 
         on_batch_end.__doc__ = original.__doc__
         return on_batch_end
@@ -79,13 +100,14 @@ def epoch_end_or(original: Callable) -> Callable:
     def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
         original(self, epoch, logs)
         if self.model is not None and _layouts.active_mesh() is not None:
-            _ballot(self, "stop_training").now(self.model)
+            ballot_of(self, "stop_training").now(self.model)
 
     on_epoch_end.__doc__ = original.__doc__
     return on_epoch_end
 
 
-def _ballot(callbacks: Any, attribute: str) -> Ballot:
+def ballot_of(callbacks: Any, attribute: str) -> Ballot:
+    """The votes that the callbacks of a `CallbackList` cast."""
     ballots = callbacks.__dict__.setdefault("_keras_spmd_ballots", {})
     if attribute not in ballots:
         ballots[attribute] = Ballot(attribute)

@@ -141,6 +141,7 @@ class _Writing:
         variables = variables_of(model)
         self.parts = own_parts(variables, buffers)
         callbacks = _callbacks.kept(_resuming.callbacks_of(model))
+        training = {**_resuming.state_of(model), "callbacks": callbacks.states}
         # All ranks have them as a whole, so they share the work. Nobody writes into them.
         for i, (name, x) in enumerate(callbacks.arrays.items()):
             if i % size == rank:
@@ -151,7 +152,7 @@ class _Writing:
                 "step": step,
                 "keras": keras.__version__,
                 "names": [*variables, *callbacks.arrays],
-                "training": {**_resuming.state_of(model), "callbacks": callbacks.states},
+                "training": training,
                 "model": _config_of(model),
             }
 

@@ -8,11 +8,11 @@ import itertools
 import json
 from collections.abc import Callable
 
+from keras_spmd import _raised
 from keras_spmd._words import Words
 
 _counter = itertools.count()
 _DOING = "choose layouts by dry runs"
-_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 Choice = tuple[str, str]
 
@@ -37,7 +37,7 @@ def chosen_by_rank_0(choose: Callable[[Callable[[], object]], Choice]) -> Choice
         name, why = choose(lambda: say(None))
     except Exception as error:
         # Whatever a model may raise: the others must not wait for it.
-        say({"error": type(error).__name__, "text": str(error)})
+        say({"error": _raised.as_word(error)})
         _part(words, next(signs))
         raise
     say({"name": name, "why": why})
@@ -52,10 +52,7 @@ def _heard(words: Words) -> Choice:
             continue
         if "error" in word:
             words.part()
-            kind = _ERRORS.get(word["error"])
-            if kind is None:
-                raise RuntimeError(f"Rank 0 could not {_DOING}: {word['error']}: {word['text']}")
-            raise kind(word["text"])
+            raise _raised.of_rank_0(word["error"], _DOING)
         return word["name"], word["why"]
     raise AssertionError("it hears until there is an answer")
 
