@@ -11,6 +11,7 @@ import keras_spmd
 import training
 from bench import on_ranks, sample
 from files import meet, shared_folder
+from keras_spmd.distribution_lib import process_id
 
 SAVERS = {
     "every second batch": lambda path: keras_spmd.ShardedCheckpoint(path, every_steps=2),
@@ -21,6 +22,21 @@ SAVERS = {
 # One of each kind with `make test`.
 SOME = ["every second batch", "backups of epochs"]
 ALL = sample(SAVERS, *SOME)
+
+
+class CrashAfter(keras.callbacks.Callback):
+    """Ends a training as soon as something was saved after so many updates."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.after:
+            raise InterruptedError
+
+    def on_test_begin(self, logs=None):
+        raise InterruptedError
 
 
 class CrashAtEnd(keras.callbacks.Callback):
@@ -89,6 +105,35 @@ def test_a_training_that_was_stopped_in_the_middle_of_an_epoch():
         with pytest.raises(InterruptedError):
             fit([*make(), training.Crash(10)])
         training.assert_equal(fit(make()), expected)
+
+
+class StopOnOneRank(keras.callbacks.Callback):
+    """The others hear of it one step later."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        if process_id() == 1 and int(self.model.optimizer.iterations) == self.after:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("crash", [4, 5])
+@pytest.mark.parametrize("saver", sample(["backups", "checkpoints"], "checkpoints"))
+@on_ranks(2, timeout=180)
+def test_a_stop_that_one_rank_wanted_before_the_crash(saver, crash):
+    """It is saved with the votes not counted yet, and with them counted but not acted upon."""
+    make = {
+        "backups": lambda path: callbacks.BackupAndRestore(path, save_freq=1),
+        "checkpoints": lambda path: keras_spmd.ShardedCheckpoint(path, every_steps=1),
+    }[saver]
+    with shared_folder() as folder, training.of_ranks("rows").scope():
+        expected = fit([StopOnOneRank(4)], epochs=3)
+        assert expected[0]["epoch"] == [0]
+        with pytest.raises(InterruptedError):
+            fit([StopOnOneRank(4), CrashAfter(crash), make(folder / "saved")], epochs=3)
+        training.assert_equal(fit([make(folder / "saved")], epochs=3), expected)
 
 
 def falling(epoch, rate):
