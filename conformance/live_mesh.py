@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import keras
@@ -155,17 +156,29 @@ Written by `make conformance`: the tests that Keras's wheel ships, on two ranks.
 passes without a mesh, and passes if it does on both ranks. *Data parallel* splits batches over both
 ranks; *sharded* has every variable sharded on its last even dim.
 """
-# From here on docs/conformance.md is written by hand.
-BY_HAND = "\n## Models\n"
+# What is between these in docs/conformance.md is written by hand.
+BY_HAND, BY_FILE = "\n## Models\n", "\n## By file\n"
 # Tests whose failure says nothing about the mesh, and why.
 SILENT = "rank 1, which writes, prints and sends nothing, expects to have done so"
 STORES = ("basics", "cross_shard_read", "exception_raised")
 EXPLAINED = {
-    "test_verbose_logging": SILENT,
-    "test_RemoteMonitor": SILENT,
-    "test_RemoteMonitorWithJsonPayload": SILENT,
-    "test_RemoteMonitor_np_array": SILENT,
-    "test_RemoteMonitor_np_float32": SILENT,
+    **dict.fromkeys(
+        [
+            "test_verbose_logging",
+            *(
+                f"test_RemoteMonitor{n}"
+                for n in ("", "WithJsonPayload", "_np_array", "_np_float32")
+            ),
+            "test_print_msg_non_interactive",
+            *(f"test_print_msg_interactive_{n}_line_break" for n in ("with", "without")),
+            *(
+                f"test_stateful_stateless_output_{n}_state{m}"
+                for n in ("all", "one")
+                for m in ("ful", "less")
+            ),
+        ],
+        SILENT,
+    ),
     **dict.fromkeys(
         [f"test_save_model_exception_raised_{n}_memory_config" for n in ("low", "high")],
         "Keras leaves half a file where it can't save; here the old one stays, or none",
@@ -187,26 +200,10 @@ EXPLAINED = {
 }
 
 
-def table() -> str:
-    """Outcomes by folder, as Markdown."""
-    plain = {test for test, row in outcomes("none").items() if row["outcome"] == "passed"}
-    lines = [
-        INTRODUCTION,
-        "| folder | without a mesh | data parallel | sharded |",
-        "| --- | --: | --: | --: |",
-    ]
-    passed = {
-        kind: {test for test, row in outcomes(kind).items() if row["outcome"] == "passed"}
-        for kind in ("data", "model")
-    }
-    ran = {kind: set(outcomes(kind)) for kind in ("data", "model")}
-    for folder in sorted({_folder(test) for test in plain}):
-        tests = {test for test in plain if _folder(test) == folder}
-        cells = [
-            f"{len(tests & passed[kind])} of {len(tests & ran[kind])}" for kind in ("data", "model")
-        ]
-        lines.append(f"| {folder} | {len(tests)} | " + " | ".join(cells) + " |")
-    lines += ["", *(f"{summary(kind)}." for kind in ("data", "model")), "", "What fails:", ""]
+def report() -> str:
+    """All outcomes, as Markdown."""
+    lines = [INTRODUCTION, *_table("folder", _folder), ""]
+    lines += [*(f"{summary(kind)}." for kind in ("data", "model")), "", "What fails:", ""]
     for kind in ("data", "model"):
         for row in failures(kind):
             name = row["test"].split("::")[-1]
@@ -215,9 +212,34 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _table(heading: str, group_of: Callable[[str], str]) -> list[str]:
+    """How many tests of each group pass."""
+    plain = {test for test, row in outcomes("none").items() if row["outcome"] == "passed"}
+    lines = [
+        f"| {heading} | without a mesh | data parallel | sharded |",
+        "| --- | --: | --: | --: |",
+    ]
+    found = {kind: outcomes(kind) for kind in ("data", "model")}
+    groups: dict[str, set[str]] = {}
+    for test in plain:
+        groups.setdefault(group_of(test), set()).add(test)
+    for group, tests in sorted(groups.items()):
+        cells = [
+            f"{sum(rows[t]['outcome'] == 'passed' for t in tests & set(rows))} of "
+            f"{len(tests & set(rows))}"
+            for rows in found.values()
+        ]
+        lines.append(f"| {group} | {len(tests)} | " + " | ".join(cells) + " |")
+    return lines
+
+
 def _folder(test: str) -> str:
-    parts = test.split("::")[0].split("/")
+    parts = _file(test).split("/")
     return "/".join(parts[: 2 if parts[0] == "layers" else 1])
+
+
+def _file(test: str) -> str:
+    return test.split("::")[0]
 
 
 def main() -> None:
@@ -243,7 +265,9 @@ def main() -> None:
                     print(f"  {row['test']}: {EXPLAINED.get(name, row['why'][:300])}")
     if not arguments.targets:
         _, heading, text = DOCS.read_text().partition(BY_HAND)
-        DOCS.write_text(table() + heading + text)
+        by_hand, _, _ = text.partition(BY_FILE)
+        files = "\n".join(_table("file of keras/src", _file))
+        DOCS.write_text(report() + heading + by_hand + BY_FILE + "\n" + files + "\n")
         print(summary("data"), summary("model"), sep="\n")
     sys.exit(bool(unexplained))
 

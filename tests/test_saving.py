@@ -24,6 +24,7 @@ from keras.src.saving import saving_lib
 from keras.src.utils import io_utils
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import keras_spmd
 from bench import bench_of, on_ranks
 from files import meet, shared_folder
 from keras_spmd import _layouts
@@ -210,6 +211,41 @@ def test_what_goes_wrong_on_rank_0_is_raised_everywhere_and_leaves_the_old_file(
             assert_same_state(fresh, model)
             with pytest.raises(FileNotFoundError, match="No such file"):
                 model.save_weights(folder / "nowhere" / "m.weights.h5")
+
+
+def wrapping():
+    """A model that has torch's modules in its configuration, as Keras keeps them."""
+    keras.utils.set_random_seed(0)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.ReLU(), torch.nn.Linear(8, 4)
+    )
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, layers.TorchModuleWrapper(module, output_shape=(None, 4))(inputs))
+    model.compile("sgd", "mse")
+    return model
+
+
+@on_ranks(1, 2)
+def test_wrapped_torch_modules_are_saved_whole():
+    x = np.linspace(-1, 1, 24).reshape(4, 6).astype("float32")
+    with shared_folder() as folder:
+        expected = wrapping().predict(x, verbose=0)
+        with model_parallel({".*": ("model",)}, line()).scope():
+            model = wrapping()
+            np.testing.assert_allclose(model.predict(x, verbose=0), expected, 1e-5, 1e-6)
+            model.save(folder / "m.keras")
+            again = keras.saving.load_model(folder / "m.keras", safe_mode=False)
+            np.testing.assert_allclose(again.predict(x, verbose=0), expected, 1e-5, 1e-6)
+            keras_spmd.save_checkpoint(model, folder / "steps", step=1)
+            model.export(folder / "m.pt2", format="torch", verbose=False)
+        # Nothing of the mesh is in the file.
+        alone = keras.saving.load_model(folder / "m.keras", safe_mode=False)
+        np.testing.assert_allclose(alone.predict(x, verbose=0), expected, 1e-5, 1e-6)
+        # Keras exports it for a batch of one.
+        exported = torch.export.load(folder / "m.pt2").module()
+        one = exported(torch.tensor(x[:1])).detach()
+        np.testing.assert_allclose(one, expected[:1], 1e-5, 1e-6)
 
 
 @on_ranks(1, 2)

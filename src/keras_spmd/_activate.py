@@ -63,6 +63,7 @@ def patches() -> list[Patch]:
         _trainer,
         _transfer,
         _variables,
+        _wrapped,
         distribution_lib,
     )
     from keras_spmd.graph import _attributes, _control_flow
@@ -196,6 +197,12 @@ def patches() -> list[Patch]:
             "TorchModuleWrapper._track_module_parameters",
             _variables.track_module_parameters_or,
             "the wrapped module must compute with the sharded parameters",
+        ),
+        Patch(
+            "keras.src.utils.torch_utils",
+            "TorchModuleWrapper.get_config",
+            _wrapped.get_config_or,
+            "pickles the module with one rank's shards",
         ),
         # Random numbers.
         *[

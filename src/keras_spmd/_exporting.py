@@ -8,7 +8,7 @@ import torch
 from keras import distribution
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _processes, _raised, _variables
+from keras_spmd import _layouts, _processes, _raised, _variables, _wrapped
 from keras_spmd._gathering import whole_on_rank_0
 from keras_spmd._saving import heard
 
@@ -24,7 +24,7 @@ def export_or(original: Callable) -> Callable:
         problem = ""
         if _processes.process_id() == 0:
             try:
-                with _alone(sharded, wholes):
+                with _alone(self, sharded, wholes):
                     original(self, filepath, *args, **kwargs)
             except Exception as error:
                 heard(_raised.as_word(error))
@@ -39,7 +39,7 @@ def export_or(original: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _alone(variables: list[Any], wholes: list[torch.Tensor | None]) -> Iterator[None]:
+def _alone(model: Any, variables: list[Any], wholes: list[torch.Tensor | None]) -> Iterator[None]:
     """A model of plain tensors, without a distribution, for a while."""
     active, any_sharded = _layouts.active_distribution(), _variables.any_sharded
     values = [v._value for v in variables]
@@ -48,8 +48,10 @@ def _alone(variables: list[Any], wholes: list[torch.Tensor | None]) -> Iterator[
         v._value = torch.nn.Parameter(whole.to(v._value.device), requires_grad=False)
     _variables.any_sharded = False
     distribution.set_distribution(None)
+    tensors = {id(old): v._value for v, old in zip(variables, values, strict=True)}
     try:
-        yield
+        with _wrapped.plain(model._flatten_layers(), tensors):
+            yield
     finally:
         for v, value in zip(variables, values, strict=True):
             v._value = value

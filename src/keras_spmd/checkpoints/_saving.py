@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import torch
+from keras.src.utils.torch_utils import TorchModuleWrapper
 
 from keras_spmd import _callbacks, _processes, _resuming
 from keras_spmd._progress import progress_of_bytes
@@ -208,7 +209,9 @@ class _Writing:
 
 
 def _config_of(model: Any) -> Any:
-    """How to make the model anew; None if it can't say."""
+    """How to make the model anew; None if it can't say, or if that takes a pickle."""
+    if any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers()):
+        return None
     try:
         return keras.saving.serialize_keras_object(model)
     except (NotImplementedError, TypeError, ValueError):
