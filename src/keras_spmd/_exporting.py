@@ -8,9 +8,9 @@ import torch
 from keras import distribution
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _layouts, _processes, _raised, _variables, _wrapped
+from keras_spmd import _layouts, _variables, _wrapped
 from keras_spmd._gathering import whole_on_rank_0
-from keras_spmd._saving import heard
+from keras_spmd._saving import done_by_rank_0
 
 
 def export_or(original: Callable) -> Callable:
@@ -21,17 +21,12 @@ def export_or(original: Callable) -> Callable:
         if not sharded:
             return original(self, filepath, *args, **kwargs)
         wholes = [whole_on_rank_0(v._value) for v in sharded]
-        problem = ""
-        if _processes.process_id() == 0:
-            try:
-                with _alone(self, sharded, wholes):
-                    original(self, filepath, *args, **kwargs)
-            except Exception as error:
-                heard(_raised.as_word(error))
-                raise
-        problem = heard(problem)
-        if problem:
-            raise _raised.of_rank_0(problem, f"export '{filepath}'")
+
+        def act() -> None:
+            with _alone(self, sharded, wholes):
+                original(self, filepath, *args, **kwargs)
+
+        done_by_rank_0(act, f"export '{filepath}'")
         return None
 
     export.__doc__ = original.__doc__

@@ -11,9 +11,9 @@ from typing import Any
 from keras import ops, tree
 from torch.distributed.tensor import DTensor
 
-from keras_spmd import _messages, _raised
+from keras_spmd import _messages, _processes
 from keras_spmd._gathering import whole_on_rank_0
-from keras_spmd._saving import heard, is_shared
+from keras_spmd._saving import done_by_rank_0, heard, is_shared
 
 
 def init_or(original: Callable) -> Callable:
@@ -44,7 +44,7 @@ def get_state_tree_or(original: Callable) -> Callable:
 
 def _on_rank_0(x: Any) -> Any:
     whole = whole_on_rank_0(x) if isinstance(x, DTensor) else x
-    if whole is None or _messages.is_listener():
+    if whole is None or _processes.process_id() > 0:
         return None
     # Orbax takes numbers without dims as Python's.
     array = ops.convert_to_numpy(whole)
@@ -58,18 +58,10 @@ def save_or(original: Callable) -> Callable:
         if not is_shared(self.model):
             original(self, step, logs)
             return
-        problem = ""
-        if _messages.is_listener():
+        if _processes.process_id() > 0:
             _state_of(self.model)
-        else:
-            try:
-                original(self, step, logs)
-            except Exception as error:
-                heard(_raised.as_word(error))
-                raise
-        problem = heard(problem)
-        if problem:
-            raise _raised.of_rank_0(problem, f"save a checkpoint in '{self.directory}'")
+        doing = f"save a checkpoint in '{self.directory}'"
+        done_by_rank_0(lambda: original(self, step, logs), doing)
 
     return _save_checkpoint
 

@@ -67,6 +67,19 @@ def heard(word: Any) -> Any:
     return words[0]
 
 
+def done_by_rank_0(action: Callable[[], object], doing: str) -> None:
+    """Rank 0 acts; all ranks return when it has, or raise what it raised."""
+    if _processes.process_id() == 0:
+        try:
+            action()
+        except Exception as error:
+            heard(_raised.as_word(error))
+            raise
+    problem = heard("")
+    if problem:
+        raise _raised.of_rank_0(problem, doing)
+
+
 def set_item_or(original: Callable) -> Callable:
     """`store[key] = variable`, with which Keras writes h5 files."""
 
