@@ -191,6 +191,10 @@ EXPLAINED = {
         "opens Keras's private store of several files, which rank 0 writes, on both ranks",
     ),
     "test_load_weights_rejects_shape_bomb": "both ranks change one file at the same time",
+    **dict.fromkeys(
+        ["test_best_case_epoch", "test_backup_corrupted"],
+        "who saves comes after the other callbacks, one of which ends the training there",
+    ),
     "test_best_case_step": "the fit goes on in the middle of the epoch; Keras repeats its batches",
     "test_checkpoint_with_assets1": "closes Orbax's own object, for which only rank 0 waits",
     "test_vocabulary_from_file": "every rank writes the file that the other one reads",

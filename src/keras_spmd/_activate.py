@@ -350,6 +350,12 @@ def patches() -> list[Patch]:
             "stop_training set on one rank stops all",
         ),
         # Going on where a training was interrupted.
+        Patch(
+            trainer,
+            "TorchTrainer.fit",
+            _resuming.fit_or,
+            "a training that ends with an error must not go on in the next one",
+        ),
         *[
             Patch(
                 "keras.src.callbacks.callback_list",

@@ -6,7 +6,6 @@ complete when a job is killed, there is a file for them.
 """
 
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,12 @@ import numpy as np
 import torch
 from keras import ops
 
-from keras_spmd import _callbacks, _layouts, _messages, _resuming
+from keras_spmd import _callbacks, _layouts, _messages, _resuming, _saving
 from keras_spmd._resuming import Expected
 from keras_spmd.checkpoints import _safetensors
+from keras_spmd.checkpoints._names import OPTIMIZER, OPTIMIZERS, matched
 from keras_spmd.checkpoints._safetensors import Part
-from keras_spmd.checkpoints._state import matched, variables_of
+from keras_spmd.checkpoints._state import variables_of
 
 _PATTERN = "training-*.json"
 
@@ -39,7 +39,7 @@ def _small_state(model: Any) -> dict[str, Any]:
     return {
         name: v
         for name, v in variables_of(model).items()
-        if not name.startswith("optimizer/") and id(v) not in weights
+        if not name.startswith((OPTIMIZER, OPTIMIZERS)) and id(v) not in weights
     }
 
 
@@ -54,15 +54,10 @@ def save_model_or(original: Callable) -> Callable:
         callbacks = _callbacks.kept(_resuming.callbacks_of(self.model))
         training = {**_resuming.state_of(self.model), "callbacks": callbacks.states}
         values = {n: ops.convert_to_numpy(v) for n, v in _small_state(self.model).items()}
-        if not _messages.is_listener():
-            os.makedirs(self.backup_dir, exist_ok=True)
-            lists = {n: [str(x.dtype), x.tolist()] for n, x in values.items()}
-            state: dict[str, Any] = {"variables": lists, "training": training}
-            parts = {n: Part(x, (0,) * x.ndim) for n, x in callbacks.arrays.items()}
-            state["arrays"] = _safetensors.write(_arrays_file(file), parts) if parts else None
-            new = file.with_name(f".{file.name}")
-            new.write_text(json.dumps(state))
-            new.replace(file)
+        _saving.done_by_rank_0(
+            lambda: _write(file, values, training, callbacks.arrays),
+            f"save what goes with a backup in '{self.backup_dir}'",
+        )
         original(self)
         if not _messages.is_listener():
             # One more is kept, for the weights before these.
@@ -71,6 +66,22 @@ def save_model_or(original: Callable) -> Callable:
                 old.unlink()
 
     return _save_model
+
+
+def _write(
+    file: Path,
+    values: dict[str, np.ndarray],
+    training: dict[str, Any],
+    arrays: dict[str, torch.Tensor],
+) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lists = {n: [str(x.dtype), x.tolist()] for n, x in values.items()}
+    state: dict[str, Any] = {"variables": lists, "training": training}
+    parts = {n: Part(x, (0,) * x.ndim) for n, x in arrays.items()}
+    state["arrays"] = _safetensors.write(_arrays_file(file), parts) if parts else None
+    new = file.with_name(f".{file.name}")
+    new.write_text(json.dumps(state))
+    new.replace(file)
 
 
 def load_model_or(original: Callable) -> Callable:

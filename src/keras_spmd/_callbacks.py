@@ -46,36 +46,24 @@ class Kept(NamedTuple):
 
 
 def savers_last(callbacks: list[Any]) -> None:
-    """Who saves comes after those whose doings at the same moment are to be saved, too.
-
-    Our callback comes last of all. Keras's stays where it is but for callbacks with a state: one
-    that raises an error after it finds the model saved, as on one device.
-    """
-    callbacks.sort(key=_is_ours)
-    for backup in filter(_is_backup, list(callbacks)):
-        place = callbacks.index(backup)
-        for later in callbacks[place + 1 :]:
-            if _has_state(later) and not _is_saver(later):
-                callbacks.remove(backup)
-                callbacks.insert(callbacks.index(later) + 1, backup)
+    """Who saves comes last: what the others do at the same moment is saved, too."""
+    callbacks.sort(key=_is_saver)
 
 
 def _is_saver(callback: Any) -> bool:
-    return _is_ours(callback) or _is_backup(callback)
+    if isinstance(callback, of_keras.BackupAndRestore):
+        return _layouts.active_distribution() is not None
+    return _is_ours(callback)
 
 
 def _is_ours(callback: Any) -> bool:
     return getattr(callback, "_keras_spmd_saves", False)
 
 
-def _is_backup(callback: Any) -> bool:
-    is_one = isinstance(callback, of_keras.BackupAndRestore)
-    return is_one and _layouts.active_distribution() is not None
-
-
-def _has_state(callback: Any) -> bool:
-    is_table = isinstance(callback, of_keras.CSVLogger)
-    return is_table or _has_methods(callback) or bool(_of_class(callback, _NUMBERS))
+def give_back(callback: Any) -> None:
+    """What one of ours took for the time of a `fit`."""
+    if _is_ours(callback):
+        callback.give_back()
 
 
 def kept(callbacks: Iterable[Any]) -> Kept:

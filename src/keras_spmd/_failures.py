@@ -66,6 +66,7 @@ class Watch:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self.stopped.set()
+        _ending.set()
         now = time.monotonic()
         # A store that has been silent for a while won't answer, most likely.
         is_silent = now - self.last_answer > 3 * INTERVAL
@@ -239,6 +240,12 @@ def _is_about_others(error: BaseException) -> bool:
 
 
 _watch: Watch | None = None
+_ending = threading.Event()
+
+
+def is_ending() -> bool:
+    """Whether this process ends with an error: what threads wait for will never come."""
+    return _ending.is_set()
 
 
 def whereabouts(rank: int) -> str:

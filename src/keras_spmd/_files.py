@@ -13,6 +13,7 @@ import torch.distributed as dist
 from keras.src.utils import file_utils
 
 from keras_spmd import _layouts, _messages
+from keras_spmd._saving import done_by_rank_0
 
 
 class _QuietFiles(type(file_utils)):  # type: ignore[misc]
@@ -22,9 +23,11 @@ class _QuietFiles(type(file_utils)):  # type: ignore[misc]
         return getattr(file_utils, name)
 
     def File(self, path: str, mode: str = "r") -> Any:
-        if _is_reading(mode) or not _messages.is_listener():
+        if _is_reading(mode) or _layouts.active_mesh() is None:
             return file_utils.File(path, mode)
-        return open(os.devnull, mode)
+        files: list[Any] = []
+        done_by_rank_0(lambda: files.append(file_utils.File(path, mode)), f"open '{path}'")
+        return files[0] if files else open(os.devnull, mode)
 
 
 class _SharedFiles(_QuietFiles):
@@ -50,10 +53,11 @@ class _SharedFiles(_QuietFiles):
         self._on_rank_0(file_utils.copy, src, dst)
 
     def _on_rank_0(self, function: Callable, *paths: str) -> None:
-        if not _messages.is_listener():
+        if _layouts.active_mesh() is None:
             function(*paths)
-        if _layouts.active_mesh() is not None:
-            dist.barrier()
+        else:
+            doing = f"{function.__name__} {', '.join(map(repr, map(str, paths)))}"
+            done_by_rank_0(lambda: function(*paths), doing)
 
 
 quiet_files = _QuietFiles("keras_spmd_quiet_files")

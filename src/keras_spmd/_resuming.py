@@ -5,6 +5,7 @@ is kept from then on, with how many batches were taken. To go on, the iterator i
 state, that many batches are passed over, and the random state is set to what it was at the end.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from keras_spmd._generators import as_text, random_states, set_random_states
 from keras_spmd._stopping import Ballot, Outlook
 
 _FEED, _EXPECTED = "_keras_spmd_feed", "_keras_spmd_expected"
+_CALLBACKS = "_keras_spmd_callbacks"
 
 
 class Feed:
@@ -31,6 +33,8 @@ class Feed:
         self.source: Any = None
         # Those that the batches' order is drawn from, beside the common ones.
         self.generators: list[torch.Generator] = []
+        # How many rows a batch has, and how many batches an epoch, as far as that is known.
+        self.about: dict[str, int | None] = {}
         # What is being repeated, while it is.
         self.repeated: dict[str, Any] | None = None
         # Of an epoch that has ended but is not in the history yet.
@@ -38,6 +42,8 @@ class Feed:
         # Those of the `fit`, while it lasts, and the ranks' votes to stop it.
         self.callbacks: list[Any] = []
         self.ballot: Ballot | None = None
+        # Whether it was stopped, when it is over.
+        self.was_stopped = False
 
     def counted(self, make: Callable[[], Iterable[Any]], adapter: Any) -> "_Counted":
         """The batches that `make` returns, which may draw random numbers for their order."""
@@ -95,7 +101,7 @@ def state_of(model: Any) -> dict[str, Any]:
         return state
     state["now"] = feed.states()
     state |= {"epoch": feed.epoch, "step": feed.step, "consumed": feed.consumed}
-    state |= {"made": feed.made, "started": feed.started}
+    state |= {"made": feed.made, "started": feed.started, "data": feed.about}
     state["outlook"] = _outlook(feed)
     history = getattr(model, "history", None)
     epochs = [*getattr(history, "epoch", [])]
@@ -111,7 +117,7 @@ def state_of(model: Any) -> dict[str, Any]:
 def _outlook(feed: Feed) -> Outlook:
     if feed.ballot is not None:
         return feed.ballot.outlook(feed.model, is_epoch_end=feed.step == 0)
-    is_stopped = bool(feed.callbacks) and bool(feed.model.stop_training)
+    is_stopped = bool(feed.model.stop_training) if feed.callbacks else feed.was_stopped
     return Outlook.STOP if is_stopped else Outlook.GO_ON
 
 
@@ -147,6 +153,7 @@ def train_begin_or(original: Callable) -> Callable:
             original(self, logs)
             return
         self.model.__dict__.pop(_FEED, None)
+        self.model.__dict__[_CALLBACKS] = self.callbacks
         with _callbacks.rows_kept(self.callbacks):
             original(self, logs)
         expected = _expected(self.model)
@@ -171,17 +178,37 @@ def train_end_or(original: Callable) -> Callable:
 
     def on_train_end(self: Any, logs: Any = None) -> None:
         original(self, logs)
-        if self.model is None:
-            return
-        if self.model.__dict__.pop(_EXPECTED, None) is not None:
-            self.model._initial_epoch = None
-        if _FEED in self.model.__dict__:
-            # A model doesn't keep the data it was trained with.
-            self.model.__dict__[_FEED].source = None
-            self.model.__dict__[_FEED].callbacks = []
-            self.model.__dict__[_FEED].ballot = None
+        if self.model is not None:
+            _forget(self.model)
 
     return on_train_end
+
+
+def fit_or(original: Callable) -> Callable:
+    """`Trainer.fit`: one that ends with an error leaves nothing behind for the next one."""
+
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            for callback in self.__dict__.get(_CALLBACKS, []):
+                _callbacks.give_back(callback)
+            _forget(self)
+            raise
+
+    return fit
+
+
+def _forget(model: Any) -> None:
+    model.__dict__.pop(_CALLBACKS, None)
+    if model.__dict__.pop(_EXPECTED, None) is not None:
+        model._initial_epoch = None
+    feed: Feed | None = model.__dict__.get(_FEED)
+    if feed is not None:
+        # A model doesn't keep the data it was trained with.
+        feed.source, feed.callbacks, feed.ballot = None, [], None
+        feed.was_stopped = bool(model.stop_training)
 
 
 def _expected(model: Any) -> Expected | None:
@@ -196,25 +223,28 @@ def epoch_begin_or(original: Callable) -> Callable:
 
     def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
         global _starting
+        _starting = None
         if self.model is None:
             original(self, epoch, logs)
             return
-        _starting = self.model.__dict__.setdefault(_FEED, Feed(self.model))
-        _starting.epoch, _starting.step, _starting.logs = epoch, 0, None
-        _starting.callbacks = self.callbacks
+        feed = self.model.__dict__.setdefault(_FEED, Feed(self.model))
+        feed.epoch, feed.step, feed.logs = epoch, 0, None
+        feed.callbacks = self.callbacks
         if _layouts.active_mesh() is not None:
-            _starting.ballot = _stopping.ballot_of(self, "stop_training")
+            feed.ballot = _stopping.ballot_of(self, "stop_training")
         expected = _expected(self.model)
         if expected is None or expected.state["epoch"] != epoch or expected.state["step"] == 0:
             original(self, epoch, logs)
-            return
-        expected.set_metrics()
-        # This epoch has begun before: schedules must not act on what they have made already.
-        rates = [v for v in self.model.optimizer.variables if v.path.endswith("learning_rate")]
-        values = [np.array(v) for v in rates]
-        original(self, epoch, logs)
-        for variable, value in zip(rates, values, strict=True):
-            variable.assign(value)
+        else:
+            # This epoch has begun before: schedules must not act on what they have made already.
+            rates = [v for v in self.model.optimizer.variables if v.path.endswith("learning_rate")]
+            values = [np.array(v) for v in rates]
+            original(self, epoch, logs)
+            for variable, value in zip(rates, values, strict=True):
+                variable.assign(value)
+            expected.set_metrics()
+        # Only now: a callback may iterate over other data.
+        _starting = feed
 
     return on_epoch_begin
 
@@ -261,6 +291,11 @@ def begin_iterating(epoch_iterator: Any) -> None:
     feed, _starting = _starting, None
     if feed is not None:
         epoch_iterator.__dict__[_FEED] = feed
+        adapter = epoch_iterator.data_adapter
+        feed.about = {
+            "rows of a batch": adapter.batch_size,
+            "batches of an epoch": epoch_iterator.steps_per_epoch or adapter.num_batches,
+        }
 
 
 def feed_of(epoch_iterator: Any) -> Feed | None:
@@ -274,20 +309,16 @@ def pass_over(epoch_iterator: Any) -> None:
     if feed is None or expected is None or expected.state["epoch"] != feed.epoch:
         return
     state = expected.state
-    steps = epoch_iterator._epoch_iterator
+    if state["step"] or epoch_iterator.steps_per_epoch is not None:
+        _check_same_batches(state, feed.about)
     feed.repeated = state
-    if epoch_iterator.steps_per_epoch is not None and state["made"] is not None:
-        # One iterator serves many epochs.
-        source = iter(epoch_iterator._get_iterator())
-        _take(source, state["consumed"])
-        epoch_iterator._current_iterator = source
-        epoch_iterator._steps_seen = state["consumed"] - state["step"]
-        for _ in range(state["step"]):
-            next(steps)
-    else:
-        for _ in range(state["step"]):
-            _, _, source = next(steps)
-            _take(source, 1)
+    try:
+        _repeat(epoch_iterator, state)
+    except StopIteration:
+        raise ValueError(
+            f"The training was saved after {state['consumed']} batches, but the data has only "
+            f"{feed.consumed}. Use the same data, or begin the training anew."
+        ) from None
     feed.repeated = None
     feed.step = state["step"]
     set_random_states(state["now"], _generators_of(epoch_iterator.data_adapter))
@@ -297,6 +328,37 @@ def pass_over(epoch_iterator: Any) -> None:
     elif outlook in (Outlook.STOP, Outlook.ONE_MORE):
         feed.model.stop_training = True
         epoch_iterator._epoch_iterator = iter(())
+
+
+def _repeat(epoch_iterator: Any, state: dict[str, Any]) -> None:
+    steps = epoch_iterator._epoch_iterator
+    if epoch_iterator.steps_per_epoch is not None and state["made"] is not None:
+        # One iterator serves many epochs.
+        source = iter(epoch_iterator._get_iterator())
+        _take(source, state["consumed"])
+        epoch_iterator._current_iterator = source
+        epoch_iterator._steps_seen = state["consumed"] - state["step"]
+        _take(steps, state["step"])
+        return
+    for _ in range(state["step"]):
+        _, _, source = next(steps)
+        _take(source, 1)
+
+
+def _check_same_batches(state: dict[str, Any], about: dict[str, int | None]) -> None:
+    """In the middle of an epoch, as many batches as before must be as many rows."""
+    before = state.get("data") or {}
+    if {**about, **before} == about:
+        return
+    raise ValueError(
+        f"The training was saved after {state['step']} batches of its epoch {state['epoch'] + 1}. "
+        f"It can't go on there with other batches: the data had {_listed(before)}, and now has "
+        f"{_listed(about)}. Use the same `batch_size` and data, or begin the training anew."
+    )
+
+
+def _listed(about: dict[str, int | None]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in about.items())
 
 
 def _take(source: Iterator[Any], count: int) -> None:

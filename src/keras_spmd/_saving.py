@@ -6,6 +6,7 @@ What goes wrong on rank 0 is raised on all ranks.
 """
 
 import contextlib
+import ctypes
 import io
 import os
 import shutil
@@ -199,7 +200,8 @@ def _place(filepath: Any) -> Iterator[Any]:
     path = Path(filepath)
     folder = path.parent / f".{path.name}.incomplete"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    # Keras makes the folders in which it makes one.
+    folder.mkdir(parents=path.suffix not in (".keras", ".h5", ".json"))
     try:
         yield str(folder / path.name)
         # A file that lists others comes last.
@@ -210,14 +212,24 @@ def _place(filepath: Any) -> Iterator[Any]:
 
 
 def _put(new: Path, target: Path) -> None:
-    if new.is_dir():
-        # A folder can't replace one that has something in it.
-        if target.exists():
-            target.replace(new.with_name(f"{new.name}.old"))
-    else:
+    if not new.is_dir():
         with new.open("rb") as file:
             os.fsync(file.fileno())
+    elif target.is_dir() and _exchange(new, target):
+        return
+    elif target.exists():
+        # A folder can't replace one that has something in it.
+        target.replace(new.with_name(f"{new.name}.old"))
     new.replace(target)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two folders have each other's names, at once; False where the system can't."""
+    here, exchange = -100, 2
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return function is not None and not function(
+        here, os.fsencode(a), here, os.fsencode(b), exchange
+    )
 
 
 @contextlib.contextmanager
@@ -225,5 +237,9 @@ def _nowhere(filepath: Any) -> Iterator[Any]:
     if isinstance(filepath, io.IOBase):
         yield io.BytesIO()
         return
+    name = os.path.basename(str(filepath))
+    if str(filepath).startswith("hf://"):
+        # Rank 0 uploads it.
+        name = f"{name}.keras"
     with tempfile.TemporaryDirectory() as folder:
-        yield os.path.join(folder, os.path.basename(str(filepath)))
+        yield os.path.join(folder, name)

@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from keras_spmd import _processes, _settings, _whereabouts
+from keras_spmd import _failures, _processes, _settings, _whereabouts
 
 
 class Words:
@@ -35,6 +35,8 @@ class Words:
         pause = 0.001
         while not self.store.check([full]):
             waited = time.monotonic() - start
+            if _failures.is_ending():
+                raise RuntimeError(f"Rank {self.rank} ends, and does not wait for others.")
             if waited > _settings.timeout():
                 raise TimeoutError(
                     f"Rank {self.rank} waited {waited:.0f} s for rank {rank} to {doing}. All ranks "

@@ -1,5 +1,6 @@
 """Checkpoints during `fit`, and going on from the newest one."""
 
+import math
 import signal
 import sys
 import threading
@@ -16,7 +17,12 @@ from keras_spmd._resuming import Expected
 from keras_spmd.checkpoints import _index, _saving
 from keras_spmd.checkpoints._errors import CheckpointError
 from keras_spmd.checkpoints._index import Checkpoint
-from keras_spmd.checkpoints._loading import newest_first, opened, restore, restore_metrics
+from keras_spmd.checkpoints._loading import (
+    newest_first,
+    opened_by_all,
+    restore,
+    restore_metrics,
+)
 
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -38,14 +44,15 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         path: The folder for the checkpoints of this run, which all ranks can reach.
         every_steps: Save after so many batches. Without this and `every_seconds`, after each epoch.
         every_seconds: Save when so many seconds have passed since the last time.
-        keep: How many of the newest checkpoints to keep; None for all of them.
+        keep: How many of the newest checkpoints of this run to keep; None for all of them.
         best: The name of a metric, such as "val_loss". The checkpoint of the epoch in which it was
             best is kept, too; its path is in the attribute `best_path`.
         mode: "min" or "max" is best; "auto" decides by the name.
-        restore: Whether to begin with the newest checkpoint of the folder.
+        restore: Whether to begin with the newest checkpoint of the folder. If not, those that are
+            there stay, and new ones get higher numbers.
         asynchronous: Whether to write while training goes on.
         on_sigterm: Whether to save when the process is told to end, and to end then, with the exit
-            status 143.
+            status 143. In a validation, that is when it is over.
     """
 
     _keras_spmd_saves = True
@@ -77,6 +84,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.best_value: float | None = None
         self.best_step: int | None = None
         self.step = 0
+        # The steps of this run that are in the folder: others are somebody else's to remove.
+        self._own: list[int] = []
         # Where variables are copied to, again and again while a training lasts.
         self._buffers: dict[str, torch.Tensor] = {}
         self._is_due = False
@@ -89,9 +98,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return None if self.best_step is None else _index.folder_of(self.path, self.best_step)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.step = 0
+        folders = newest_first(self.path)
+        self.step, self._own = 0, []
         if self.restore:
-            self._restore_newest()
+            self._restore_newest(folders)
+        elif folders:
+            self.step = max(map(_index.step_of, folders))
         self._last_time = time.monotonic()
         self._ballot = _stopping.Ballot("_is_due")
         self._is_terminated = False
@@ -101,18 +113,24 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def _terminate(self, *_: Any) -> None:
         self._is_terminated = True
 
-    def _restore_newest(self) -> None:
-        for folder in newest_first(self.path):
+    def _restore_newest(self, folders: list[Path]) -> None:
+        for i, folder in enumerate(folders):
             try:
-                checkpoint = opened(folder)
+                checkpoint = opened_by_all(folder)
                 restore(self.model, checkpoint)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
+                if folder == folders[-1]:
+                    raise CheckpointError(
+                        f"No checkpoint in '{self.path}' can be used. Remove them to begin anew, "
+                        f"or pass `restore=False`. The oldest one: {error}"
+                    ) from error
                 warn_once(
                     ("checkpoint", str(folder)),
                     f"The checkpoint '{folder}' can't be used, an older one is tried: {error}",
                 )
             else:
                 self._go_on_from(checkpoint)
+                self._own = sorted(map(_index.step_of, folders[i:]))
                 return
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
@@ -136,17 +154,26 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._is_due = True
         if self._is_due:
             self._save(asynchronous=self.asynchronous and not self._is_terminated)
-            self._leave_if_told()
+            if self._is_told():
+                self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_best = self._note_best(logs or {})
-        if is_best or (self.every_steps is None and self.every_seconds is None):
-            self._save(asynchronous=self.asynchronous)
+        # The vote is counted at once: the next batch may be far away, or never come.
+        told = self._is_told()
+        if told or is_best or (self.every_steps is None and self.every_seconds is None):
+            self._save(asynchronous=self.asynchronous and not told)
+        if told:
+            self._leave()
 
     def on_train_end(self, logs: Any = None) -> None:
         _saving.finish()
-        self._buffers = {}
         self._prune()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What was taken for the time of a `fit`: memory, and the signal."""
+        self._buffers = {}
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
             self._previous_handler = None
@@ -155,10 +182,15 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if self.best is None:
             return False
         if self.best not in logs:
+            # Not every epoch is validated.
+            if self.best.startswith("val_") and not any(name.startswith("val_") for name in logs):
+                return False
             raise ValueError(
                 f"`best={self.best!r}` is not a metric of this training, which has {sorted(logs)}."
             )
         value = float(logs[self.best])
+        if math.isnan(value):
+            return False
         if self.best_value is not None:
             is_better = value > self.best_value if self.is_more_better else value < self.best_value
             if not is_better:
@@ -178,25 +210,28 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             callback=ours,
             buffers=self._buffers,
         )
+        self._own = [step for step in self._own if step != self.step] + [self.step]
         self._last_time = time.monotonic()
 
     def _prune(self) -> None:
-        if self.keep is None or _processes.process_id() > 0:
+        if self.keep is None:
             return
-        steps = _index.steps_in(self.path)
-        for step in list(steps)[: -self.keep]:
+        for step in self._own[: -self.keep]:
             if step != self.best_step:
-                _index.remove(steps[step])
+                self._own.remove(step)
+                if _processes.process_id() == 0:
+                    _index.remove(_index.folder_of(self.path, step))
 
-    def _leave_if_told(self) -> None:
-        """After the others have heard of it, too: they vote."""
-        told = self._is_terminated
-        if _layouts.active_mesh() is not None and self.on_sigterm:
-            told = _stopping.is_wanted_by_any(told)
-        if told:
-            _saving.finish()
-            self._say(f"saved step {self.step} in '{self.path}' and ends, as it was told to.")
-            raise SystemExit(_TERMINATED)
+    def _is_told(self) -> bool:
+        """Whether any rank was told to end. Takes all ranks."""
+        if _layouts.active_mesh() is None or not self.on_sigterm:
+            return self._is_terminated
+        return _stopping.is_wanted_by_any(self._is_terminated)
+
+    def _leave(self) -> None:
+        _saving.finish()
+        self._say(f"saved step {self.step} in '{self.path}' and ends, as it was told to.")
+        raise SystemExit(_TERMINATED)
 
     def _say(self, what: str) -> None:
         if _processes.process_id() == 0:

@@ -29,6 +29,12 @@ def folder_of(path: Path, step: int) -> Path:
     return path / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The number of a checkpoint's folder; 0 if it has none."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
 def steps_in(path: Path) -> dict[int, Path]:
     """All complete checkpoints of a folder, the newest last."""
     found = {}
@@ -43,14 +49,13 @@ def write_index(folder: Path, records: Sequence[dict], rest: dict[str, Any]) -> 
     """Make files a checkpoint, and remove what is left there of another one."""
     index: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **rest}
     index["files"] = {r["file"]: {"bytes": r["bytes"], "header": r["header"]} for r in records}
-    variables: dict[str, Any] = {name: {"parts": []} for name in index.pop("names")}
-    index["variables"] = variables
+    for variable in index["variables"].values():
+        variable["parts"] = []
     for record in records:
         for name, part in record["tensors"].items():
-            variables[name]["parts"].append({"file": record["file"], **part})
-    for variable in variables.values():
-        variable["shape"] = _whole_shape(variable["parts"])
-        variable["dtype"] = variable["parts"][0]["dtype"]
+            index["variables"][name]["parts"].append({"file": record["file"], **part})
+    # As it will be read: keys of dicts that are numbers become strings, which have another order.
+    index = json.loads(json.dumps(index))
     text = json.dumps({"checksum": _checksum(index), **index}, indent=1)
     new = folder / f".{INDEX}"
     with new.open("w") as file:
@@ -62,11 +67,6 @@ def write_index(folder: Path, records: Sequence[dict], rest: dict[str, Any]) -> 
     for other in folder.glob(f"*{SUFFIX}"):
         if other.name not in index["files"]:
             other.unlink()
-
-
-def _whole_shape(parts: list[dict]) -> list[int]:
-    ends = [[a + n for a, n in zip(p["start"], p["shape"], strict=True)] for p in parts]
-    return [max(sizes) for sizes in zip(*ends, strict=True)]
 
 
 def _checksum(index: dict[str, Any]) -> str:
@@ -108,6 +108,11 @@ class Checkpoint:
                 f"There is no complete checkpoint in '{folder}': it has no {INDEX}."
             ) from None
         self.index = _parsed(text, folder)
+
+    @property
+    def checksum(self) -> str:
+        """Of the index."""
+        return _checksum(self.index)
 
     @property
     def step(self) -> int:

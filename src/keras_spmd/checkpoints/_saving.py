@@ -13,12 +13,12 @@ import keras
 import torch
 from keras.src.utils.torch_utils import TorchModuleWrapper
 
-from keras_spmd import _callbacks, _processes, _resuming
+from keras_spmd import _callbacks, _failures, _processes, _raised, _resuming
 from keras_spmd._progress import progress_of_bytes
 from keras_spmd._words import Words
 from keras_spmd.checkpoints import _index
 from keras_spmd.checkpoints._errors import CheckpointError
-from keras_spmd.checkpoints._safetensors import SUFFIX, Part, write
+from keras_spmd.checkpoints._safetensors import SUFFIX, Part, code_of, write
 from keras_spmd.checkpoints._state import own_parts, variables_of
 
 _counter = itertools.count()
@@ -58,7 +58,12 @@ def finish() -> None:
         last.wait()
 
 
-_processes.before_leaving(finish)
+def _finish_before_leaving() -> None:
+    if not _failures.is_ending():
+        finish()
+
+
+_processes.before_leaving(_finish_before_leaving)
 
 
 def save_checkpoint(
@@ -79,7 +84,7 @@ def save_checkpoint(
     Args:
         model: A built model.
         path: The folder for the checkpoints of a run, which all ranks can reach.
-        step: The number of this checkpoint; how many updates the optimizer has done, by default.
+        step: The number of this checkpoint; how many batches the optimizer has seen, by default.
         asynchronous: Whether to write in a thread. The call takes as long as a copy to the host's
             memory then, and waits for an earlier checkpoint that is still being written.
 
@@ -90,6 +95,8 @@ def save_checkpoint(
         raise ValueError(
             f"The model '{model.name}' has no variables yet. Build it, or call it on a batch."
         )
+    if "://" in str(path):
+        raise ValueError(f"Checkpoints are written to folders, not to addresses, got '{path}'.")
     step = _steps_of(model) if step is None else step
     if not isinstance(step, int) or step < 0:
         raise ValueError(f"`step` must be a number of at least 0, got {step!r}.")
@@ -125,7 +132,10 @@ def save(
 
 def _steps_of(model: Any) -> int:
     optimizer = getattr(model, "optimizer", None)
-    return 0 if optimizer is None else int(optimizer.iterations)
+    if optimizer is None:
+        return 0
+    # Unlike `iterations`, with gradients that are accumulated, too: as a callback counts.
+    return int(getattr(optimizer, "inner_optimizer", optimizer)._iterations)
 
 
 class _Writing:
@@ -140,8 +150,10 @@ class _Writing:
         self.matter = f"checkpoint/{next(_counter)}"
         rank, size = _processes.process_id(), _processes.num_processes()
         variables = variables_of(model)
+        about = {n: _about(v._value, n) for n, v in variables.items()}
         self.parts = own_parts(variables, buffers)
         callbacks = _callbacks.kept(_resuming.callbacks_of(model))
+        about |= {n: _about(x, n) for n, x in callbacks.arrays.items()}
         training = {**_resuming.state_of(model), "callbacks": callbacks.states}
         # All ranks have them as a whole, so they share the work. Nobody writes into them.
         for i, (name, x) in enumerate(callbacks.arrays.items()):
@@ -152,7 +164,7 @@ class _Writing:
             self.rest = {
                 "step": step,
                 "keras": keras.__version__,
-                "names": [*variables, *callbacks.arrays],
+                "variables": about,
                 "training": training,
                 "model": _config_of(model),
             }
@@ -178,8 +190,9 @@ class _Writing:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             record = write(file, self.parts, advance)
-        except OSError as error:
-            record = {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:
+            # Whatever it is: the others must not wait for it.
+            record = {"error": _raised.as_word(error)}
         self.parts = {}
         self.words.say("file", json.dumps(record))
         if rank == 0:
@@ -202,10 +215,14 @@ class _Writing:
                 return f"rank {rank}: {record['error']}"
         try:
             _index.write_index(self.folder, records, self.rest)
-        except OSError as error:
-            return f"rank 0: {type(error).__name__}: {error}"
+        except Exception as error:
+            return f"rank 0: {_raised.as_word(error)}"
         _index.remove_incomplete(self.path, keep=self.folder)
         return ""
+
+
+def _about(x: torch.Tensor, name: str) -> dict[str, Any]:
+    return {"shape": list(x.shape), "dtype": code_of(x.dtype, name)}
 
 
 def _config_of(model: Any) -> Any:
@@ -213,6 +230,9 @@ def _config_of(model: Any) -> Any:
     if any(isinstance(layer, TorchModuleWrapper) for layer in model._flatten_layers()):
         return None
     try:
-        return keras.saving.serialize_keras_object(model)
-    except (NotImplementedError, TypeError, ValueError):
+        config = keras.saving.serialize_keras_object(model)
+        json.dumps(config)
+    except Exception:
+        # A model's own code, and only rank 0 runs it.
         return None
+    return config

@@ -1,26 +1,25 @@
 """What a checkpoint holds of a model, by names."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import keras
 import torch
 from keras.src.backend.common import global_state
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 from torch.distributed.tensor import DTensor
 
 from keras_spmd import _callbacks, _processes
 from keras_spmd._gathering import parts_of
+from keras_spmd.checkpoints._names import OPTIMIZER, OPTIMIZERS, matched
 from keras_spmd.checkpoints._safetensors import Part
 
 # What a model may do without: it is there only after the first batch, or not at all.
 OPTIONAL = ("metrics/", "random/", _callbacks.PREFIX)
-OPTIMIZER = "optimizer/"
 
 
 def variables_of(model: Any) -> dict[str, Any]:
-    """All variables of a model: weights, seeds, optimizer, metrics."""
+    """All variables of a model: weights, seeds, optimizers, metrics."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
@@ -37,10 +36,19 @@ def variables_of(model: Any) -> dict[str, Any]:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         add("optimizer", optimizer.variables)
+    for name, other in other_optimizers(model):
+        add(f"{OPTIMIZERS}{name}", other.variables)
     generator = global_state.get_global_attribute("global_seed_generator")
     if generator is not None:
         add("random", [generator.state])
     return found
+
+
+def other_optimizers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Those that a model has besides the one it was compiled with, by the name of the attribute."""
+    for name, value in sorted(vars(model).items()):
+        if isinstance(value, BaseOptimizer) and value is not getattr(model, "optimizer", None):
+            yield name, value
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:
@@ -96,53 +104,13 @@ def _copied(name: str, x: torch.Tensor, buffers: dict[str, torch.Tensor]) -> tor
     return buffer.copy_(x.detach())
 
 
-def matched(variables: Mapping[str, Any], saved: Mapping[str, dict], model: Any) -> dict[str, str]:
-    """For each variable of a model, the name under which it was saved.
-
-    Keras numbers layers that have no name of their own (`dense_3`), and a model that is made twice
-    in one program has other numbers. A `Sequential` that is made from its config leaves its own
-    name out of paths. So names are compared without both where they differ.
-    """
-    if set(variables) == set(saved):
-        return {name: name for name in variables}
-    found = {name: name for name in variables if name in saved}
-    sequences = {
-        _without_numbers(layer.name)
-        for layer in [model, *model._flatten_layers()]
-        if isinstance(layer, keras.Sequential)
-    }
-    left = _numbered((name for name in saved if name not in found), sequences)
-    mine = _numbered((name for name in variables if name not in found), sequences)
-    for key, name in mine.items():
-        if key in left:
-            found[name] = left[key]
-    return found
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"(_\d+)(?=/|#|$|_)", "", name)
-
-
-def _numbered(names: Iterable[str], sequences: Iterable[str]) -> dict[tuple[str, int], str]:
-    """Names without the numbers of Keras, and how often there was such a one before."""
-    counts: dict[str, int] = {}
-    result = {}
-    inner = "|".join(map(re.escape, sequences))
-    for name in names:
-        plain = _without_numbers(name)
-        if inner:
-            # As a folder of a weight's path, or at the front of what an optimizer calls it.
-            plain = re.sub(rf"(?<=/)(?:{inner})[/_]", "", plain)
-        counts[plain] = counts.get(plain, 0) + 1
-        result[plain, counts[plain]] = name
-    return result
-
-
 def check_fit(variables: Mapping[str, Any], saved: Mapping[str, dict], model: Any) -> None:
     """Raise if a checkpoint is not one of this model."""
     names = matched(variables, saved, model)
     is_trained = getattr(model, "optimizer", None) is not None
-    ignored = OPTIONAL if is_trained else (*OPTIONAL, OPTIMIZER)
+    # Those of the model's own get their state when they are built.
+    unbuilt = [f"{OPTIMIZERS}{n}/" for n, o in other_optimizers(model) if not o.built]
+    ignored = (*OPTIONAL, *(unbuilt if is_trained else [OPTIMIZER, OPTIMIZERS]))
     known = set(names.values())
     missing = [n for n in variables if n not in names and not n.startswith(ignored)]
     unexpected = [n for n in saved if n not in known and not n.startswith(ignored)]
