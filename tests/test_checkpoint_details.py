@@ -273,8 +273,8 @@ def test_a_training_that_was_stopped_and_then_saved_stays_stopped(tmp_path):
         keras_spmd.save_checkpoint(model, tmp_path)
         return history.epoch
 
-    assert run() == [0, 1]
-    assert run() == [0, 1]
+    for _ in range(3):
+        assert run() == [0, 1]
 
 
 def test_a_number_counts_batches_as_the_callback_does(tmp_path):

@@ -16,7 +16,7 @@ import torch
 from keras import ops
 
 from keras_spmd import _callbacks, _layouts, _messages, _resuming, _saving
-from keras_spmd._resuming import Expected
+from keras_spmd._feeds import Expected, expect
 from keras_spmd.checkpoints import _safetensors
 from keras_spmd.checkpoints._names import OPTIMIZER, OPTIMIZERS, matched
 from keras_spmd.checkpoints._safetensors import Part
@@ -98,7 +98,7 @@ def load_model_or(original: Callable) -> Callable:
         _set(self.model, state["variables"])
         set_metrics = lambda: _set(self.model, state["variables"], only="metrics/")  # noqa: E731
         read = partial(_read, _arrays_file(file), state.get("arrays"))
-        _resuming.expect(self.model, Expected(state["training"], set_metrics, read))
+        expect(self.model, Expected(state["training"], set_metrics, read))
 
     return _load_model
 

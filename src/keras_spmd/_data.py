@@ -14,12 +14,12 @@ from keras.src import tree
 from torch.distributed.tensor import DTensor
 
 from keras_spmd import (
+    _feeds,
     _layouts,
     _loaders,
     _own_rows,
     _promotion,
     _random_state,
-    _resuming,
     _settings,
     _whereabouts,
 )
@@ -128,7 +128,7 @@ def get_iterator_or(original: Callable) -> Callable:
     """`TorchEpochIterator._get_iterator`: batches come out laid out, each rank reading its rows."""
 
     def _get_iterator(self: Any) -> Any:
-        feed = _resuming.feed_of(self)
+        feed = _feeds.feed_of(self)
         if feed is None:
             return batches_of(self)
         return feed.counted(lambda: batches_of(self), self.data_adapter)
@@ -178,9 +178,9 @@ def iter_or(original: Callable) -> Callable:
         distribution = _layouts.active_distribution()
         if distribution is not None and not _layouts.is_mesh_of_one(distribution.device_mesh):
             _random_state.keep_equal(warn=distribution.auto_shard_dataset)
-        _resuming.begin_iterating(self)
+        _feeds.begin_iterating(self)
         original(self)
-        _resuming.pass_over(self)
+        _feeds.pass_over(self)
         return self
 
     return __iter__

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import torch
 
-from keras_spmd import _layouts, _processes, _resuming, _stopping
+from keras_spmd import _layouts, _processes, _stopping
+from keras_spmd._feeds import Expected, expect
 from keras_spmd._notices import warn_once
-from keras_spmd._resuming import Expected
 from keras_spmd.checkpoints import _index, _saving
 from keras_spmd.checkpoints._errors import CheckpointError
 from keras_spmd.checkpoints._index import Checkpoint
@@ -139,7 +139,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.step = checkpoint.step
         self.best_value, self.best_step = ours.get("value"), ours.get("step")
         set_metrics = lambda: restore_metrics(self.model, checkpoint)  # noqa: E731
-        _resuming.expect(self.model, Expected(training, set_metrics, checkpoint.read))
+        expect(self.model, Expected(training, set_metrics, checkpoint.read))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.step += 1
