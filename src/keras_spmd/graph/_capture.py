@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import keras
 import optree
 import torch
+from keras.src.backend.common.variables import initialize_all_variables
 from keras.src.utils.torch_utils import TorchModuleWrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keras_spmd import _promotion
 from keras_spmd._promotion import is_dtensor
@@ -87,6 +90,11 @@ def slots_of(model: Any, variables: Sequence[Any]) -> list[Slot]:
                         if tensor is not None:
                             slot = slots.setdefault(id(tensor), Slot(tensor))
                             slot.places.append((owner, name))
+        # What `layer.parameters()` returns, and `layer.zero_grad()` clears.
+        owner = layer.torch_params._parameters
+        for name, tensor in owner.items():
+            if id(tensor) in slots:
+                slots[id(tensor)].places.append((owner, name))
     return list(slots.values())
 
 
@@ -125,11 +133,17 @@ def capture(
     table = {**decompositions(), **_DECOMPOSITIONS}
     for _ in range(10):
         tracer = _Tracer(step, slots, batch, gather_results, with_grad)
-        with torch.autograd.set_multithreading_enabled(False), without_log_of_fake_tensors():
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            without_log_of_fake_tensors(),
+            _without_optimizers_of_torch(),
+            _without_lstm_of_mkldnn(),
+        ):
             trace = make_fx(tracer, table, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = trace([slot.local for slot in slots], batch.locals())
         if not tracer.undeclared:
             break
+        initialize_all_variables()
         slots = [*slots, *(Slot(v._value, v) for v in tracer.undeclared)]
     else:
         raise CannotCapture("it touches other variables at each run")
@@ -152,6 +166,34 @@ def _convolution_backward(
 
 
 _DECOMPOSITIONS = {torch.ops.aten.convolution_backward.default: _convolution_backward}
+
+
+@contextlib.contextmanager
+def _without_optimizers_of_torch() -> Iterator[None]:
+    """They update the parameters that they were given, and have state of their own."""
+
+    def refuse(optimizer: Any, *_: Any) -> None:
+        raise CannotCapture(
+            f"it uses torch's {type(optimizer).__name__}, whose state a graph can't know; use one "
+            "of keras.optimizers"
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _without_lstm_of_mkldnn() -> Iterator[None]:
+    """It keeps a workspace for its gradient, which a fake one does not have."""
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 @contextlib.contextmanager
@@ -200,7 +242,12 @@ class _Tracer:
                 for owner, name in slot.places
             ]
             with scope, scope.origins.watching_backward(), module_tensors(swaps):
-                results = self.step(self.batch.wrapped(leaves))
+                results = optree.tree_map(
+                    # A metric may return the variable that it counts with.
+                    lambda x: x.value if isinstance(x, keras.Variable) else x,
+                    self.step(self.batch.wrapped(leaves)),
+                    namespace="keras",
+                )
                 new = [
                     self._new_value(scope, s, v) for s, v in zip(self.slots, values, strict=True)
                 ]

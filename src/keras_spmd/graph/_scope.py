@@ -34,7 +34,8 @@ class CaptureScope(StatelessScope):
 
     def get_current_value(self, variable: Any) -> Any:
         value = self.state_mapping.get(id(variable))
-        if value is None and variable._value is not None:
+        if value is None:
+            # One that the step has made has no value yet: Keras would make one in the graph.
             self._note(variable)
         return value
 
