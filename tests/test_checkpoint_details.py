@@ -89,7 +89,7 @@ def damage(folder):
 
 def test_good_checkpoints_are_kept_beside_a_damaged_one(tmp_path):
     saver = lambda **options: keras_spmd.ShardedCheckpoint(  # noqa: E731
-        tmp_path, every_steps=2, keep=1, **options
+        tmp_path, every_steps=2, keep=1, asynchronous=False, **options
     )
     with pytest.raises(InterruptedError):
         training.fit([saver(), training.Crash(4)])

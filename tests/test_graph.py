@@ -656,13 +656,16 @@ def test_an_optimizer_that_is_built_by_the_first_step():
         model.compile(
             loss=keras.losses.SparseCategoricalCrossentropy(True), jit_compile=jit_compile
         )
-        return model.fit(X, Y, batch_size=11, epochs=4, verbose=0).history["loss"], model
+        model.fit(X, Y, batch_size=11, epochs=4, verbose=0)
+        return [whole(v) for v in [*model.variables, *model.own.variables]], model
 
     expected, _ = run(False)
+    assert np.any(expected[-1]), "it has moments"
     with distribution.DataParallel().scope():
         got, model = run(True)
         assert len(graphs(model)) == 1
-    np.testing.assert_allclose(got, expected, 1e-5)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, 1e-4, 1e-6)
 
 
 @on_ranks(2, timeout=300, exhaustive=(1,))

@@ -88,32 +88,38 @@ class Positives(keras.metrics.Metric):
 
 
 class Wrapping(keras.Model):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
-        self.lstm = layers.TorchModuleWrapper(torch.nn.LSTM(2, 3, batch_first=True))
+        self.recurrent = layers.TorchModuleWrapper(kind(2, 3, batch_first=True))
         self.head = layers.Dense(5)
 
     def call(self, x):
-        return self.head(self.lstm(ops.reshape(x, (-1, 3, 2)))[0][:, -1])
+        return self.head(self.recurrent(ops.reshape(x, (-1, 3, 2)))[0][:, -1])
 
 
-def fit_wrapping():
+def fit_wrapping(kind, **options):
     keras.utils.set_random_seed(5)
-    model = Wrapping()
+    model = Wrapping(kind)
     x, y = ROWS
     model(x[:1])
-    model.compile("adam", "mse", metrics=[Positives()])
+    model.compile("adam", "mse", metrics=[Positives()], **options)
     return model.fit(x, y, batch_size=11, epochs=2, shuffle=False, verbose=0).history
 
 
 @on_ranks(1, 2)
-def test_a_metric_that_returns_its_variable_and_an_lstm_of_torch():
-    expected = fit_wrapping()
+def test_a_metric_that_returns_its_variable_and_a_gru_of_torch():
+    expected = fit_wrapping(torch.nn.GRU)
     with training.of_ranks("data").scope(), captured():
-        got = fit_wrapping()
+        got = fit_wrapping(torch.nn.GRU)
     for name, values in expected.items():
         np.testing.assert_allclose(got[name], values, 1e-5, err_msg=name)
+
+
+def test_an_lstm_of_torch_runs_eagerly_on_a_cpu():
+    expected = fit_wrapping(torch.nn.LSTM)
+    with pytest.warns(UserWarning, match="it trains torch.nn.LSTM on a CPU"):
+        assert fit_wrapping(torch.nn.LSTM, jit_compile=True) == expected
 
 
 class OfTorch(keras.Model):

@@ -31,6 +31,8 @@ from keras_spmd.graph._scope import CaptureScope, module_tensors
 from keras_spmd.graph._simplify import clone_returned_inputs
 from keras_spmd.rules._specs import is_pending
 
+_LSTM_OF_MKLDNN = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
 
 class CannotCapture(Exception):
     """The step can't be a graph, for a reason that a user can understand."""
@@ -137,7 +139,6 @@ def capture(
             torch.autograd.set_multithreading_enabled(False),
             without_log_of_fake_tensors(),
             _without_optimizers_of_torch(),
-            _without_lstm_of_mkldnn(),
         ):
             trace = make_fx(tracer, table, tracing_mode="fake", _allow_non_fake_inputs=True)
             module = trace([slot.local for slot in slots], batch.locals())
@@ -147,6 +148,9 @@ def capture(
         slots = [*slots, *(Slot(v._value, v) for v in tracer.undeclared)]
     else:
         raise CannotCapture("it touches other variables at each run")
+    if any(node.target is _LSTM_OF_MKLDNN for node in module.graph.nodes):
+        # It needs a workspace of the forward pass, which a fake one does not have.
+        raise CannotCapture("it trains torch.nn.LSTM on a CPU; keras.layers.LSTM is captured")
     _write_state_in_place(module.graph, len(slots), len(tracer.specs))
     module = make_functional(module, [*(slot.local for slot in slots), *batch.locals()])
     return Captured(module, slots, tracer.structure, tracer.specs, tracer.fallbacks)
@@ -183,17 +187,6 @@ def _without_optimizers_of_torch() -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextlib.contextmanager
-def _without_lstm_of_mkldnn() -> Iterator[None]:
-    """It keeps a workspace for its gradient, which a fake one does not have."""
-    was_enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 @contextlib.contextmanager
