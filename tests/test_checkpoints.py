@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_there(tmp_path, ho
     callback.set_model(model)
     with pytest.warns(keras_spmd.ShardingWarning, match="an older one is tried"):
         callback.on_train_begin()
-    callback.give_back()
+    callback._give_back()
     assert callback.step == 1
 
 

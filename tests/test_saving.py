@@ -300,10 +300,13 @@ def test_folders():
             model = train(make())
             for _ in range(2):
                 model.save(folder / "unzipped", zipped=False)
+            # Keras makes the folders above it.
+            model.save(folder / "new" / "one", zipped=False)
         meet()
-        names = sorted(os.listdir(folder / "unzipped"))
-        assert "model.weights.h5" in names
-        assert os.listdir(folder) == ["unzipped"]
+        for path in (folder / "unzipped", folder / "new" / "one"):
+            assert "model.weights.h5" in os.listdir(path)
+        assert sorted(os.listdir(folder)) == ["new", "unzipped"]
+        assert os.listdir(folder / "new") == ["one"]
 
 
 @on_ranks(1, 2, 4, timeout=180)

@@ -63,7 +63,7 @@ def _is_ours(callback: Any) -> bool:
 def give_back(callback: Any) -> None:
     """What one of ours took for the time of a `fit`."""
     if _is_ours(callback):
-        callback.give_back()
+        callback._give_back()
 
 
 def kept(callbacks: Iterable[Any]) -> Kept:

@@ -225,11 +225,12 @@ def _put(new: Path, target: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Let two folders have each other's names, at once; False where the system can't."""
-    here, exchange = -100, 2
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return function is not None and not function(
-        here, os.fsencode(a), here, os.fsencode(b), exchange
-    )
+    in_this_folder, exchange = -100, 2
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    status = rename(in_this_folder, os.fsencode(a), in_this_folder, os.fsencode(b), exchange)
+    return status == 0
 
 
 @contextlib.contextmanager

@@ -169,9 +169,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         _saving.finish()
         self._prune()
-        self.give_back()
+        self._give_back()
 
-    def give_back(self) -> None:
+    def _give_back(self) -> None:
         """What was taken for the time of a `fit`: memory, and the signal."""
         self._buffers = {}
         if self._previous_handler is not None:
